@@ -1,0 +1,1 @@
+"""What `python -m experiments.benchmark` measures, one file per subject."""

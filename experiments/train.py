@@ -1,0 +1,40 @@
+"""Trains a Native Hybrid Attention language model.
+
+    python -m experiments.train --config configs/demo_text.py --workdir runs/demo [--config.train.steps=100 ...]
+
+The same command resumes a run from its workdir. Exit codes: 0 the run is complete, 75 it was stopped by
+SIGTERM, has saved and wants to be started again, 130 the same for Ctrl-C, 1 an error.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from experiments import command_line
+from nha_jax.configuration import ConfigurationError
+from nha_jax.data.errors import DataError
+from nha_jax.training.checkpoint import CheckpointError
+from nha_jax.training.config import RunConfig
+from nha_jax.training.loop import Outcome, TrainingDivergedError, train
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, curves.")
+
+# 75 is EX_TEMPFAIL of sysexits.h: try again. 130 is what shells report for Ctrl-C.
+_EXIT_CODES = {Outcome.COMPLETE: 0, Outcome.PREEMPTED: 75, Outcome.INTERRUPTED: 130}
+
+
+def main() -> int:
+    """Runs the training that the command line asks for."""
+    if not _WORKDIR.value:
+        raise ConfigurationError("--workdir is missing: give the folder of the run.")
+    config = command_line.read_config(RunConfig)
+    return _EXIT_CODES[train(config, Path(_WORKDIR.value))]
+
+
+if __name__ == "__main__":
+    command_line.define_config(RunConfig)
+    command_line.run(
+        main,
+        config=RunConfig,
+        user_errors=(DataError, CheckpointError, TrainingDivergedError),
+    )

@@ -1,0 +1,1 @@
+"""Configurations and language models."""

@@ -1,0 +1,1 @@
+"""Linen modules: attention, feed-forward, norm and what they share."""
