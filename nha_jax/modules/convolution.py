@@ -76,6 +76,9 @@ class ShortConvolution(nn.Module):
                 tail_segment_id = jnp.zeros((batch,), segment_ids.dtype)
             tail_ids = jnp.broadcast_to(tail_segment_id[:, None], (batch, past))
             ids = jnp.concatenate([tail_ids.astype(segment_ids.dtype), segment_ids], axis=1)
+            # A segment is an unbroken run of its id: the id alone may come back in the same row.
+            begins = jnp.concatenate([ids[:, :1] > 0, ids[:, 1:] != ids[:, :-1]], axis=1)
+            ids = jnp.where(ids > 0, jnp.cumsum(begins, axis=1), 0)
 
         wide = jnp.promote_types(x.dtype, jnp.float32)
         out = jnp.zeros(x.shape, wide)
@@ -83,8 +86,8 @@ class ShortConvolution(nn.Module):
             product = inputs[:, tap : tap + length].astype(wide) * kernel[None, None, tap].astype(
                 wide
             )
-            if ids is not None and segment_ids is not None:
-                same = ids[:, tap : tap + length] == segment_ids
+            if ids is not None:
+                same = ids[:, tap : tap + length] == ids[:, past:]
                 product = jnp.where(same[..., None, None], product, 0)
             out = out + product
         return out.astype(x.dtype), _next_tail(inputs, ids, past)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nha_jax.ops.gates import write_strength
 from nha_jax.ops.inputs import OperatorInputs, result_dtypes
 from nha_jax.ops.segments import SegmentLayout, segment_layout
 from nha_jax.ops.slot_memory import Chunks, chunk_states, read_slots
@@ -159,7 +160,7 @@ def _shifted_chunks(inputs, layout: SegmentLayout, window, with_history, wide) -
     return Chunks(
         key_value=jnp.concatenate([shifted("slot_key"), shifted("value")], axis=-1),
         log_gate=log_gate,
-        strength=-jnp.expm1(log_gate),
+        strength=write_strength(log_gate),
         start=start,
         chunk_start=jnp.arange(count, dtype=jnp.int32) * size,
     )

@@ -1,6 +1,8 @@
 """The decoding state of one attention layer: slots, the window's tokens, counters."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -68,11 +70,18 @@ class NHAState:
         Raises:
             ValueError: for a negative or missing size, or a capacity below the window.
         """
-        sizes = dict(batch=batch, num_kv_heads=num_kv_heads, key_width=key_width)
-        sizes |= dict(value_width=value_width)
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"NHAState.init: {name} must be at least 1, but was {size}.")
+        given = dict(batch=batch, num_kv_heads=num_kv_heads, key_width=key_width)
+        given |= dict(value_width=value_width, num_slots=num_slots)
+        given |= {} if window is None else {"window": window}
+        given |= {} if capacity is None else {"capacity": capacity}
+        for name, size in given.items():
+            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+                raise ValueError(f"NHAState.init: {name} must be an integer, but was {size!r}.")
+        for name in ("batch", "num_kv_heads", "key_width", "value_width"):
+            if given[name] < 1:
+                raise ValueError(
+                    f"NHAState.init: {name} must be at least 1, but was {given[name]}."
+                )
         if num_slots < 0:
             raise ValueError(f"NHAState.init: num_slots must not be negative, but was {num_slots}.")
         if window is None:
@@ -92,9 +101,15 @@ class NHAState:
                     f"{capacity}."
                 )
             leaving_rows = capacity
+        try:
+            is_floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        except TypeError:
+            is_floating = False
+        if not is_floating or dtype is None:
+            raise ValueError(f"NHAState.init: dtype must be floating point, but was {dtype!r}.")
         dtype = jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"NHAState.init: dtype must be floating point, but was {dtype}.")
+        if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+            raise ValueError("NHAState.init: dtype float64 needs 64 bits enabled in JAX.")
         wide = jnp.promote_types(dtype, jnp.float32)
         return cls(
             slot_key=jnp.zeros((batch, num_kv_heads, num_slots, key_width), wide),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nha_jax.ops.gates import write_strength
 from nha_jax.ops.inputs import OperatorInputs
 from nha_jax.ops.state import NHAState
 
@@ -89,7 +90,7 @@ def step_token(
 
         log_gate = leaving_row(state.window_log_gate, token.log_gate)
         retention = jnp.exp(log_gate)[..., None]  # a, [K, M, 1]
-        strength = -jnp.expm1(log_gate)[..., None]  # s = 1 - a
+        strength = write_strength(log_gate)[..., None]  # s = 1 - a
         key = leaving_row(state.window_slot_key, token.slot_key)[:, None]
         value = leaving_row(state.window_value, token.value)[:, None]
         slot_key = jnp.where(has_left, retention * slot_key + strength * key, slot_key)

@@ -314,3 +314,12 @@ def test_states_that_do_not_fit_are_refused():
         module.apply(variables, x, state=without)
     with pytest.raises(ValueError, match="needs it"):
         NativeHybridAttention(num_heads=2).init_state(1)
+
+
+def test_an_id_that_comes_back_is_a_new_segment():
+    """Segments are unbroken runs: neither the convolution nor the window looks past one."""
+    module, variables, x = _make(window=3, conv_width=4)
+    back = np.array([[1, 1, 2, 1, 1, 1, 3, 1, 1, 1, 1]] * 2, np.int32)
+    apart = np.array([[1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 5]] * 2, np.int32)
+    run = _jit(lambda ids: module.apply(variables, x, segment_ids=ids))
+    np.testing.assert_array_equal(run(back), run(apart))

@@ -123,11 +123,61 @@ BAD_CALLS = {
         {"initial_state": NHAState.init(B + 1, K, H, V, M, window=3)},
         r"slot_key must have shape \(2, 2, 3, 8\) here, but has \(3, 2, 3, 8\)",
     ),
+    "traced or not, a negative window": (
+        {},
+        {"window": jnp.int32(-2)},
+        "not be negative, but was -2",
+    ),
+    "positive gate": (
+        {"log_gate": jnp.full((B, T, K, M), 0.25)},
+        {},
+        "log_gate must be <= 0 .* but has 0.25",
+    ),
+    "scale that is no number": ({}, {"scale": float("nan")}, "scale must be finite, but was nan"),
+    "flag": ({}, {"return_state": "yes"}, "return_state must be True or False, but was 'yes'"),
+    "id beyond int32": (
+        {},
+        {"segment_ids": np.full((B, T), 2**32 + 1)},
+        r"segment_ids must be at most 2147483647 \(int32\), but has 4294967297",
+    ),
+    "unlike rotary tables": (
+        {},
+        {"rotary": (jnp.ones((T, 4)), jnp.ones((B, T, 4)))},
+        r"cos and sin must have one shape, but have \(6, 4\) and \(2, 6, 4\)",
+    ),
+    "state with a broken counter": (
+        {},
+        {"initial_state": NHAState.init(B, K, H, V, M, window=3).replace(length=0)},
+        "initial_state: length must be an array, but was int",
+    ),
+    "state with a float counter": (
+        {},
+        {"initial_state": NHAState.init(B, K, H, V, M, window=3).replace(length=jnp.zeros(B))},
+        "initial_state: length must be int32, but was float32",
+    ),
+    "state with low-precision slots": (
+        {},
+        {
+            "initial_state": NHAState.init(B, K, H, V, M, window=3).replace(
+                slot_key=jnp.zeros((B, K, M, H), jnp.bfloat16)
+            )
+        },
+        "initial_state: slot_key must be float32 or float64, but was bfloat16",
+    ),
+    "state that has seen nothing and something": (
+        {},
+        {
+            "initial_state": NHAState.init(B, K, H, V, M, window=3).replace(
+                length=jnp.array([0, 4], jnp.int32)
+            )
+        },
+        r"length above 0 needs a segment_id, but they are \[0, 4\] and \[0, 0\]",
+    ),
     "no state": ({}, {"initial_state": 3}, "initial_state must be an NHAState, but was int"),
     "state with a traced window": (
         {},
         {"window": jnp.int32(3), "return_state": True},
-        "initial_state and return_state need a static integer window",
+        "window is an array, .* need a static integer window",
     ),
 }
 
@@ -162,7 +212,12 @@ def test_step_takes_one_token():
         ({"window": -3}, "window must not be negative, but was -3"),
         ({"window": None}, "full attention .* needs capacity, .* but it was None"),
         ({"capacity": 2}, "capacity must be at least the window 3, but was 2"),
-        ({"dtype": jnp.int32}, "dtype must be floating point, but was int32"),
+        ({"dtype": jnp.int32}, "dtype must be floating point, but was .*int32"),
+        ({"dtype": "floaty"}, "dtype must be floating point, but was 'floaty'"),
+        ({"dtype": jnp.float64}, "float64 needs 64 bits"),
+        ({"key_width": "8"}, "key_width must be an integer, but was '8'"),
+        ({"window": True}, "window must be an integer, but was True"),
+        ({"capacity": 4.0}, "capacity must be an integer, but was 4.0"),
     ],
 )
 def test_bad_state(changes, message):

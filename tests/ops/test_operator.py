@@ -172,3 +172,27 @@ def test_oracle_is_told_apart_from_wrong_windows():
     for wrong in (4, 6):
         off = oracle.evaluate(**arrays, **options, window=wrong).out
         assert oracle.relative_error(off, right) > 0.05
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("gate", [-1e-4, -9.0, -20.0, -60.0])
+def test_gate_gradients_where_nothing_but_nearly_closed_gates_are(gate, implementation):
+    """1 - exp(g) must not lose its derivative -exp(g), small as it is beside everything else."""
+    case = Case(window=0, T=6, B=1, N=1, K=1, H=4, V=3, M=1, rotary=False)
+    arrays = case.arrays() | {"log_gate": jnp.full((1, 6, 1, 1), gate, jnp.float32)}
+
+    def loss(arrays):
+        out = native_hybrid_attention(**arrays, window=0, implementation=implementation)
+        return jnp.sum(out)
+
+    found = np.asarray(jax.jit(jax.grad(loss))(arrays)["log_gate"], np.float64)[0, :, 0, 0]
+    # One slot is read with weight 1: the loss is the sum over t of its value S_t.
+    values = np.asarray(arrays["value"], np.float64)[0, :, 0].sum(axis=-1)
+    retention, slot, adjoint = np.exp(gate), [0.0], [0.0]
+    for value in values:
+        slot.append(retention * slot[-1] - np.expm1(gate) * value)
+    for _ in values:
+        adjoint.append(1.0 + retention * adjoint[-1])
+    adjoint = np.array(adjoint[1:])[::-1]
+    expected = adjoint * retention * (np.array(slot[:-1]) - values)
+    assert_close(found, expected, 1e-4)
