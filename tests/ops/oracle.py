@@ -46,7 +46,8 @@ def evaluate(
     final_key = np.zeros((batch, num_kv_heads, num_slots, width))
     final_value = np.zeros((batch, num_kv_heads, num_slots, value.shape[3]))
     for b in range(batch):
-        segment, previous = [], 0
+        segment: list[int] = []
+        previous = 0
         for t in range(length):
             if segment_ids[b, t] == 0:
                 continue
@@ -65,11 +66,12 @@ def evaluate(
                 final_key[b, k], final_value[b, k] = keys, values
                 slots_read = window is not None and (len(left) > 0 or empty_slots == "sink")
                 for n in range(k * num_heads // num_kv_heads, (k + 1) * num_heads // num_kv_heads):
-                    logits = [scale * keys @ slot_query[b, t, n]] if slots_read else []
-                    logits.append(scale * key[b, held, k] @ query[b, t, n])
-                    seen = [values] if slots_read else []
-                    seen.append(value[b, held, k])
-                    logits, seen = np.concatenate(logits), np.concatenate(seen)
+                    slot_logits = scale * keys @ slot_query[b, t, n]
+                    logits = scale * key[b, held, k] @ query[b, t, n]
+                    seen = value[b, held, k]
+                    if slots_read:
+                        logits = np.concatenate([slot_logits, logits])
+                        seen = np.concatenate([values, seen])
                     if logits.size == 0:
                         continue
                     weights = np.exp(logits - logits.max())
