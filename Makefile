@@ -28,7 +28,7 @@ demo: environment
 	cd '$(ROOT)' && $(PYTHON) -m experiments.train --config configs/demo_text.py --workdir '$(WORKDIR)'
 
 test: environment
-	cd '$(ROOT)' && $(PYTHON) -m pytest $(ARGS)
+	cd '$(ROOT)' && $(PYTHON) -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(ARGS)
 
 lint: environment
 	cd '$(ROOT)' && $(PYTHON) -m ruff check .

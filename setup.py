@@ -51,6 +51,7 @@ EXTRAS = {
         "mypy>=2.4.1",
         "pre_commit>=4.7.0",
         "pytest>=9.2.0",
+        "pytest-xdist>=3.8",
         "ruff>=0.17.6",
         "setuptools>=84.2.1",
     ],

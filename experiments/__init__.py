@@ -1,1 +1,1 @@
-"""Command lines over the library; each is run as `python -m experiments.NAME` from the repository root."""
+"""Command lines over the library: `python -m experiments.NAME` from the repository root."""

@@ -1,7 +1,8 @@
 """What the command lines share: config flags, and errors of the user's side as one sentence.
 
-A mistake in a flag, a config file, the data or a checkpoint ends the program with one sentence on standard
-error and exit code 1. Any other exception is a fault of the program and keeps its traceback.
+A mistake in a flag, a config file, the data or a checkpoint ends the program with one sentence on
+standard error and exit code 1. Any other exception is a fault of the program and keeps its
+traceback.
 """
 
 import dataclasses
@@ -25,17 +26,17 @@ Config = typing.TypeVar("Config")
 
 
 def define_config(cls: type) -> None:
-    """Defines `--config FILE` and `--config.section.field=value` for the fields of a config dataclass.
+    """Defines `--config FILE` and `--config.section.field=value` for a config dataclass.
 
-    The file is Python with a function `get_config()` that returns an `ml_collections.ConfigDict`. Every field
-    of the dataclass can be set on the command line, whether or not the file mentions it.
+    The file is Python with a function `get_config()` that returns an `ml_collections.ConfigDict`.
+    Every field of the dataclass can be set on the command line, whether or not the file mentions
+    it.
 
     Args:
         cls: a dataclass whose fields are the sections, dataclasses themselves.
     """
     config_flags.DEFINE_config_file("config", None, "The config file, configs/NAME.py.")
     flags.FLAGS["config"].parser = _ConfigParser(cls)
-    flags.mark_flag_as_required("config")
 
 
 def read_config(cls: type[Config]) -> Config:
@@ -44,7 +45,10 @@ def read_config(cls: type[Config]) -> Config:
     Raises:
         ConfigurationError: for a field that is unknown, missing or has no valid value.
     """
-    return from_mapping(cls, flags.FLAGS["config"].value.to_dict(), "config")
+    config = flags.FLAGS.config
+    if config is None:
+        raise ConfigurationError("--config is missing: give a config file, configs/NAME.py.")
+    return from_mapping(cls, config.to_dict(), "config")
 
 
 def run(
@@ -60,7 +64,7 @@ def run(
         config: the dataclass given to `define_config`, if any.
         user_errors: exceptions, beside `ConfigurationError`, whose message is meant for the user.
     """
-    shown = (ConfigurationError, flags.Error, *user_errors)
+    shown: tuple[type[Exception], ...] = (ConfigurationError, flags.Error, *user_errors)
     # app.run would raise the default to INFO, and Orbax tells a lot at that level.
     verbosity = logging.WARNING
 
@@ -108,8 +112,9 @@ def _parse(argv: list[str]) -> list[str]:
         raise ConfigurationError(
             unknown_name_message("a flag", error.flagname, list(flags.FLAGS), "--")
         ) from None
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
-        # Overrides of known fields that cannot be applied, such as one within a section that is None.
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        # Overrides of known fields that cannot be applied, such as one within a section that is
+        # None.
         raise ConfigurationError(f"an override of --config cannot be applied: {error}") from error
 
 
@@ -167,7 +172,8 @@ def load_config(cls: type, path: Path) -> ml_collections.ConfigDict:
         path: a Python file with a function `get_config()`.
 
     Raises:
-        ConfigurationError: if the file does not exist, fails, or has a section or field that is unknown.
+        ConfigurationError: if the file does not exist, fails, or has a section or field that is
+        unknown.
     """
     if not path.is_file():
         raise ConfigurationError(f"The config file {path} does not exist.")
@@ -207,9 +213,9 @@ def _line(error: Exception, path: Path) -> int | str:
 def _complete(cls: type, config: Any, path: str) -> ml_collections.ConfigDict:
     """Returns a ConfigDict with every field of a dataclass, so that each can be overridden.
 
-    Fields take any literal on the command line (`from_mapping` checks the type): ml_collections would
-    refuse to change a field whose default is None or a list. Strings stay strings, so that `--config.x=1`
-    need not be quoted.
+    Fields take any literal on the command line (`from_mapping` checks the type): ml_collections
+    would refuse to change a field whose default is None or a list. Strings stay strings, so that
+    `--config.x=1` need not be quoted.
     """
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -239,8 +245,8 @@ def _complete(cls: type, config: Any, path: str) -> ml_collections.ConfigDict:
         else:
             # Left out: `from_mapping` reports it, unless the command line sets it.
             continue
-        kind = str if hints[name] is str else object
-        if kind is str and not isinstance(value, str):
-            kind = object
-        complete[name] = ml_collections.FieldReference(value, field_type=kind)
+        keeps_strings = hints[name] is str and isinstance(value, str)
+        complete[name] = ml_collections.FieldReference(
+            value, field_type=str if keeps_strings else object
+        )
     return complete

@@ -1,9 +1,10 @@
 """Trains a Native Hybrid Attention language model.
 
-    python -m experiments.train --config configs/demo_text.py --workdir runs/demo [--config.train.steps=100 ...]
+    python -m experiments.train --config configs/demo_text.py --workdir runs/demo
+    [--config.train.steps=100 ...]
 
-The same command resumes a run from its workdir. Exit codes: 0 the run is complete, 75 it was stopped by
-SIGTERM, has saved and wants to be started again, 130 the same for Ctrl-C, 1 an error.
+The same command resumes a run from its workdir. Exit codes: 0 the run is complete, 75 it was
+stopped by SIGTERM, has saved and wants to be started again, 130 the same for Ctrl-C, 1 an error.
 """
 
 from pathlib import Path

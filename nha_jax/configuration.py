@@ -1,7 +1,8 @@
 """From nested mappings (a config file, a command line, JSON) to frozen dataclasses, and back.
 
-Every configuration of this library is a frozen dataclass that checks its own values. This module adds
-what a dataclass cannot say by itself: an unknown field is refused with the nearest valid name, and a value
+Every configuration of this library is a frozen dataclass that checks its own values. This module
+adds what a dataclass cannot say by itself: an unknown field is refused with the nearest valid name,
+    and a value
 of the wrong type is refused with the name of its field, both before anything is built.
 """
 
@@ -47,7 +48,8 @@ def from_mapping(cls: type[Config], mapping: Mapping[str, Any], path: str = "con
         An instance of `cls`.
 
     Raises:
-        ConfigurationError: for an unknown or missing field, a value of the wrong type, or a value that
+        ConfigurationError: for an unknown or missing field, a value of the wrong type, or a value
+        that
             `cls` itself refuses.
     """
     if not isinstance(mapping, Mapping):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from nha_jax.models.language_model import NHALanguageModel
+from nha_jax.models.language_model import LanguageModelState, NHALanguageModel
 
 
 def generate(
@@ -64,14 +64,20 @@ def _generate(
         step_key = jax.random.fold_in(key, index)
         return jax.random.categorical(step_key, logits / temperature, axis=-1).astype(jnp.int32)
 
-    state = model.init_state(prompt.shape[0], capacity=prompt.shape[1] + num_tokens)
-    logits, state = model.apply(variables, prompt, state=state, return_state=True)
-    first = sample(logits[:, -1], 0)
+    def advance(tokens: jax.Array, state: LanguageModelState) -> tuple[Any, LanguageModelState]:
+        results: Any = model.apply(variables, tokens, state=state, return_state=True)
+        logits, next_state = results
+        return logits[:, -1], next_state
 
-    def step(carry: tuple[jax.Array, Any], index: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
-        token, state = carry
-        logits, state = model.apply(variables, token[:, None], state=state, return_state=True)
-        token = sample(logits[:, -1], index)
+    empty = model.init_state(prompt.shape[0], capacity=prompt.shape[1] + num_tokens)
+    logits, state = advance(prompt, empty)
+    first = sample(logits, 0)
+
+    def step(
+        carry: tuple[jax.Array, LanguageModelState], index: jax.Array
+    ) -> tuple[tuple[jax.Array, LanguageModelState], jax.Array]:
+        logits, state = advance(carry[0][:, None], carry[1])
+        token = sample(logits, index)
         return (token, state), token
 
     _, rest = jax.lax.scan(step, (first, state), jnp.arange(1, num_tokens))

@@ -7,7 +7,7 @@ from nha_jax.configuration import ConfigurationError, changed_fields
 from nha_jax.data.config import DataConfig
 from nha_jax.models.config import NHAConfig
 from nha_jax.training.checkpoint import CheckpointConfig
-from nha_jax.training.optimizer import OptimizerConfig
+from nha_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from nha_jax.training.sharding import MeshConfig
 
 
@@ -18,14 +18,16 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps of the whole run; a restart with a larger number goes on.
         seed: seed of the parameters and of the sample. The order of the data has `data.seed`.
-        microbatches: parts in which a batch is computed one after the other to save memory; the result is
-            the same for any number.
+        microbatches: parts in which a batch is computed one after the other to save memory; the
+            result is the same for any number.
         z_loss: weight of the squared log-sum-exp of the logits, 1e-4 where it is wanted.
-        max_skipped_in_a_row: steps in a row with a gradient that is not finite after which the run stops.
+        max_skipped_in_a_row: steps in a row with a gradient that is not finite after which the run
+            stops.
         log_every_steps: steps between two progress lines and two lines of metrics.jsonl.
         tensorboard: whether metrics also go to TensorBoard files in `workdir/tensorboard`.
-        peak_flops: peak floating point operations a second of one device, for the share of it that the
-            model uses ("mfu"); None takes it from a table of known devices and leaves it out for others.
+        peak_flops: peak floating point operations a second of one device, for the share of it that
+            the model uses ("mfu"); None takes it from a table of known devices and leaves it out
+            for others.
     """
 
     steps: int
@@ -98,17 +100,12 @@ class RunConfig:
                 "model.param_dtype must be 'float32' for training, because small updates vanish in "
                 f"{self.model.param_dtype!r} (model.dtype is the dtype of the computation)."
             )
-        schedule_steps = self.optimizer.decay_steps or self.train.steps
-        if self.optimizer.warmup_steps >= schedule_steps:
-            raise ValueError(
-                f"optimizer.warmup_steps must be less than the {schedule_steps} steps of the schedule "
-                "(optimizer.decay_steps, or train.steps where that is None), "
-                f"found {self.optimizer.warmup_steps}."
-            )
+        # Refuses a warmup that does not fit.
+        learning_rate_schedule(self.optimizer, self.train.steps)
 
 
-# What a restart may change. Everything else decides what the parameters mean or which batches come, and
-# changing it would give a run that is neither the old one nor a new one.
+# What a restart may change. Everything else decides what the parameters mean or which batches come,
+# and changing it would give a run that is neither the old one nor a new one.
 _CHANGEABLE = (
     "config.model.implementation",
     "config.model.remat",
@@ -156,7 +153,9 @@ def check_resumable(
     }
     fixed = [path for path in changes if not path.startswith(_CHANGEABLE)]
     if fixed:
-        found = "; ".join(f"{path} is {changes[path][1]!r}, was {changes[path][0]!r}" for path in fixed)
+        found = "; ".join(
+            f"{path} is {changes[path][1]!r}, was {changes[path][0]!r}" for path in fixed
+        )
         raise ConfigurationError(
             f"The run in {directory} cannot go on with another model or other data: {found}. "
             "Restore these fields or use another workdir."

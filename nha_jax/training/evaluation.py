@@ -52,8 +52,8 @@ def evaluate(
         should_stop: asked before every batch; True ends the evaluation.
 
     Returns:
-        "loss" (nats a target), "bits_per_byte", "targets" and "bytes"; None if it was stopped or there was
-        nothing to evaluate on.
+        "loss" (nats a target), "bits_per_byte", "targets" and "bytes"; None if it was stopped or
+        there was nothing to evaluate on.
     """
     sums = []
     for batch in itertools.islice(batches, max_batches):

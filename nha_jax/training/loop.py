@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nha_jax.configuration import to_mapping
@@ -50,8 +51,8 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
     """Trains until `config.train.steps`, from the last checkpoint in the workdir if there is one.
 
     The workdir gets `config.json`, `metrics.jsonl`, `checkpoints/`, `tensorboard/` and, at the end,
-    `loss.png`. On SIGTERM or SIGINT the run saves and returns early; calling it again goes on, with the same
-    batches and losses as if it had not stopped.
+    `loss.png`. On SIGTERM or SIGINT the run saves and returns early; calling it again goes on, with
+    the same batches and losses as if it had not stopped.
 
     Args:
         config: the run.
@@ -61,8 +62,8 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
         How the run ended.
 
     Raises:
-        ConfigurationError: if the configuration fits neither the devices nor the run in the workdir.
-        DataError: if the data cannot be used.
+        ConfigurationError: if the configuration fits neither the devices nor the run in the
+        workdir. DataError: if the data cannot be used.
         CheckpointError: if a checkpoint cannot be restored or saved.
         TrainingDivergedError: if the gradient was not finite too many times in a row.
     """
@@ -107,7 +108,7 @@ class _Run:
             config.model, self.num_parameters, config.data.sequence_length
         )
         devices = program.mesh.devices.flat
-        peak = config.train.peak_flops or peak_flops(devices[0])
+        peak = config.train.peak_flops or peak_flops(devices[0].device_kind)
         self.peak_flops = None if peak is None else peak * len(devices)
 
     def execute(self) -> Outcome:
@@ -139,7 +140,9 @@ class _Run:
                 complete_before = step >= self.config.train.steps
                 step, state = self._loop(step, state, iterator)
         if self.stop:
-            self.progress.message(f"Stopped after step {step}; the same command goes on from there.")
+            self.progress.message(
+                f"Stopped after step {step}; the same command goes on from there."
+            )
             interrupted = self.stop.signal_number == signal.SIGINT
             return Outcome.INTERRUPTED if interrupted else Outcome.PREEMPTED
         self._finish(step, state, sample=not complete_before)
@@ -151,9 +154,12 @@ class _Run:
         while step < self.config.train.steps:
             batch = put_batch(next(iterator), self.program.batch_sharding)
             state, metrics = self.program.train_step(state, batch)
+            # Ordered now, the copy to the host follows its own step; later it would wait for the
+            # next one, which is on the device by then.
+            jax.tree.map(lambda metric: metric.copy_to_host_async(), metrics)
             step += 1
-            # The step now runs on the device. Only now the one before it is read, so that the device
-            # has work while the host reads, prints and prepares the next batch.
+            # The step now runs on the device. Only now the one before it is read, so that the
+            # device has work while the host reads, prints and prepares the next batch.
             if pending is not None:
                 self._report(*pending)
             pending = step, metrics
@@ -197,11 +203,11 @@ class _Run:
         if is_log or step == self.config.train.steps or in_a_row >= limit:
             rate = self.progress.tokens_per_second()
             self.progress.show(step, float(values["loss"]), rate)
-        if is_log:
-            values["tokens_per_second"] = rate
-            if self.peak_flops is not None and rate is not None:
-                values["mfu"] = rate * self.flops_per_token / self.peak_flops
-            self.metrics.write(step, "train", values)
+            if is_log:
+                values["tokens_per_second"] = rate
+                if self.peak_flops is not None and rate is not None:
+                    values["mfu"] = rate * self.flops_per_token / self.peak_flops
+                self.metrics.write(step, "train", values)
         if in_a_row >= limit:
             self.checkpointer.wait()
             saved = self.checkpointer.latest_step()
@@ -273,7 +279,7 @@ class _Run:
             tokens = generate(
                 self.program.model,
                 state.params,
-                np.asarray([prompt], np.int32),
+                jnp.asarray([prompt], jnp.int32),
                 evaluation.sample_tokens,
                 jax.random.key(self.config.train.seed),
                 temperature=evaluation.sample_temperature,

@@ -1,7 +1,7 @@
 """Where metrics go: metrics.jsonl, TensorBoard, and the model's floating point operations.
 
-metrics.jsonl has one JSON object a line, with "step" and "split" ("train" or "validation"); a resumed run
-continues the file as if it had never stopped.
+metrics.jsonl has one JSON object a line, with "step" and "split" ("train" or "validation"); a
+resumed run continues the file as if it had never stopped.
 """
 
 import json
@@ -16,40 +16,44 @@ from tensorboardX import SummaryWriter
 
 from nha_jax.models.config import NHAConfig
 
-# Dense bfloat16 peak of one device in floating point operations a second, from the makers' data sheets.
-# A device's kind, as JAX reports it, contains the name.
+# Dense bfloat16 peaks in floating point operations a second, from the makers' data sheets. A name
+# stands in a device's kind, as JAX reports it, as words of its own; the first one found counts.
 _PEAK_FLOPS = (
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("GH200", 989e12),
     ("B200", 2250e12),
+    ("GB200", 2500e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
     ("A100", 312e12),
     ("L40S", 362e12),
     ("L4", 121e12),
-    ("TPU v6", 918e12),
+    ("TPU v6 lite", 918e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5", 459e12),
     ("TPU v5p", 459e12),
-    ("TPU v5", 197e12),
     ("TPU v4", 275e12),
 )
 
 
-def peak_flops(device: jax.Device) -> float | None:
-    """Returns the bfloat16 peak of a known device in operations a second, else None."""
-    if device.platform == "cpu":
-        return None
-    for name, peak in _PEAK_FLOPS:
-        if name in device.device_kind:
-            return peak
-    return None
+def peak_flops(device_kind: str) -> float | None:
+    """Returns the bfloat16 peak of a device in operations a second; None for an unknown kind.
+
+    Args:
+        device_kind: such as "NVIDIA H200", the `device_kind` of a JAX device.
+    """
+    words = f" {device_kind.replace('-', ' ')} "
+    return next((peak for name, peak in _PEAK_FLOPS if f" {name} " in words), None)
 
 
 def training_flops_per_token(model: NHAConfig, num_parameters: int, length: int) -> float:
     """Returns the floating point operations that training on one token takes, on average in a row.
 
-    That is 6 for each parameter that a token is multiplied with (2 forward, 4 backward; an untied embedding
-    is only looked up), and for attention 6 for each of the H + V products with every key and value that a query
-    sees: the window's keys before the token and itself, and M slots, plus the writing of the slots. It counts what
+    That is 6 for each parameter that a token is multiplied with (2 forward, 4 backward; an untied
+    embedding is only looked up), and for attention 6 for each of the H + V products with every key
+    and value that a query sees: the window's keys before the token and itself, and M slots, plus
+        the writing of the slots. It counts what
     the method needs, not what an implementation spends, and no recomputation by `remat`.
 
     Args:
@@ -87,8 +91,8 @@ def to_plain(value: Any) -> Any:
 class MetricsWriter:
     """Appends metrics to `metrics.jsonl` and, if wanted, to TensorBoard files.
 
-    Opening it for a run that resumes at `step` drops what a killed process had written beyond that step,
-    a half-written last line included, so that no step has two lines and none is lost.
+    Opening it for a run that resumes at `step` drops what a killed process had written beyond that
+    step, a half-written last line included, so that no step has two lines and none is lost.
     """
 
     def __init__(self, workdir: Path, step: int, *, tensorboard: bool = True) -> None:
@@ -136,7 +140,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, split: str) -> list[dict[str, Any]]:
-    """Returns the lines of a split in metrics.jsonl, in the order of steps; none if there is no file."""
+    """Returns the lines of a split in metrics.jsonl, in the order of steps, if any."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""AdamW with decoupled weight decay on matrices, linear warmup and cosine decay, and a global-norm clip."""
+"""AdamW that decays matrices only, linear warmup and cosine decay, and a global-norm clip."""
 
 import dataclasses
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from flax.core import meta
 
-# Parameters that are vectors by meaning, whatever their rank: the scale of a norm is [L, width] once layers
-# are stacked, and a bias of the query projection [L, heads, head width].
+# Parameters that are vectors by meaning, whatever their rank: the scale of a norm is [L, width]
+# once layers are stacked, and a bias of the query projection [L, heads, head width].
 _VECTOR_NAMES = ("scale", "bias")
 # Taps of a depthwise convolution mix no channels: each channel has a vector of its own.
 _VECTOR_MODULES = ("convolution",)
@@ -21,25 +21,27 @@ _EMBEDDING_NAMES = ("embed", "embedding")
 class OptimizerConfig:
     """The optimizer and its learning rate schedule.
 
-    The learning rate rises linearly from 0 to `peak_learning_rate` over `warmup_steps` updates, falls as a
-    half cosine to `final_learning_rate_ratio` times the peak at update `decay_steps`, and stays there.
+    The learning rate rises linearly from 0 to `peak_learning_rate` over `warmup_steps` updates,
+    falls as a half cosine to `final_learning_rate_ratio` times the peak at update `decay_steps`,
+    and stays there.
 
     Attributes:
         peak_learning_rate: the largest learning rate.
         warmup_steps: updates of linear warmup, counted within `decay_steps`.
-        decay_steps: length of the whole schedule in updates; None means `train.steps`. Give it a number to
-            let `train.steps` change between restarts without changing the schedule.
+        decay_steps: length of the whole schedule in updates; None means `train.steps`. Give it a
+            number to let `train.steps` change between restarts without changing the schedule.
         final_learning_rate_ratio: final learning rate divided by the peak.
         b1: decay of the first moment.
         b2: decay of the second moment.
         epsilon: added to the root of the second moment.
         weight_decay: decoupled decay of matrices, times the learning rate. Norm scales and biases
             are never decayed.
-        decay_embedding: whether the token embedding counts as a matrix here. By default it does not:
-            the rows of rare tokens would shrink at every step and grow only when the token occurs.
+        decay_embedding: whether the token embedding counts as a matrix here. By default it does
+            not: the rows of rare tokens would shrink at every step and grow only when the token
+                occurs.
         clip_norm: gradients with a larger global norm are scaled down to it; None does not clip.
-        mu_dtype: dtype of the first moment. The second moment and the parameters keep the parameters'
-            dtype (`model.param_dtype`).
+        mu_dtype: dtype of the first moment. The second moment and the parameters keep the
+            parameters' dtype (`model.param_dtype`).
     """
 
     peak_learning_rate: float
@@ -91,7 +93,8 @@ def learning_rate_schedule(config: OptimizerConfig, train_steps: int) -> optax.S
     if config.warmup_steps >= decay_steps:
         raise ValueError(
             f"optimizer.warmup_steps must be less than the schedule's {decay_steps} steps "
-            f"(optimizer.decay_steps, or train.steps where that is None), found {config.warmup_steps}."
+            "(optimizer.decay_steps, or train.steps where that is None), found "
+            f"{config.warmup_steps}."
         )
     final = config.peak_learning_rate * config.final_learning_rate_ratio
     return optax.warmup_cosine_decay_schedule(
@@ -106,9 +109,9 @@ def learning_rate_schedule(config: OptimizerConfig, train_steps: int) -> optax.S
 def decay_mask(params: Any, *, decay_embedding: bool = False) -> Any:
     """Returns a pytree of bools: which parameters are matrices and therefore decayed.
 
-    The decision is by name, because stacking layers gives every parameter a rank one higher. Whatever is
-    named `scale` or `bias` is a vector, and so are the taps of a depthwise convolution; the token
-    embedding follows `decay_embedding`; the rest are matrices.
+    The decision is by name, because stacking layers gives every parameter a rank one higher.
+    Whatever is named `scale` or `bias` is a vector, and so are the taps of a depthwise convolution;
+    the token embedding follows `decay_embedding`; the rest are matrices.
 
     Args:
         params: parameters, boxed with their logical axis names or not.

@@ -33,8 +33,10 @@ def plot_loss(metrics_path: Path, image_path: Path, title: str) -> bool:
             for line in lines
         ]
         if steps:
-            style = {"marker": "o", "linewidth": 2.0} if split == "validation" else {"linewidth": 1.0}
-            axes.plot(steps, values, label=split, **style)  # type: ignore[arg-type]
+            style = (
+                {"marker": "o", "linewidth": 2.0} if split == "validation" else {"linewidth": 1.0}
+            )
+            axes.plot(steps, values, label=split, **style)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.set_title(title)

@@ -55,7 +55,8 @@ def build_program(config: RunConfig, mesh: Mesh, byte_lengths: np.ndarray) -> Pr
     Args:
         config: the run.
         mesh: as from `make_mesh`.
-        byte_lengths: bytes that each token id of the tokenizer stands for; ids of the model beyond it count 0.
+        byte_lengths: bytes that each token id of the tokenizer stands for; ids of the model beyond
+            it count 0.
     """
     model = NHALanguageModel(config.model)
     schedule = learning_rate_schedule(config.optimizer, config.train.steps)

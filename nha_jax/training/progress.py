@@ -9,8 +9,8 @@ from typing import TextIO
 class Progress:
     """Prints steps, loss, throughput and the time that is left.
 
-    Time spent between `pause` and `resume` (evaluations, saves) counts neither for the throughput nor for the
-    time that is left, and neither does compiling, which ends with the first step.
+    Time spent between `pause` and `resume` (evaluations, saves) counts neither for the throughput
+    nor for the time that is left, and neither does compiling, which ends with the first step.
     """
 
     def __init__(
@@ -53,7 +53,11 @@ class Progress:
 
     def resume(self) -> None:
         """Lets the clock go on."""
-        if self._paused_at is not None and self._start is not None and self._interval_start is not None:
+        if (
+            self._paused_at is not None
+            and self._start is not None
+            and self._interval_start is not None
+        ):
             away = self._clock() - self._paused_at
             self._start += away
             self._interval_start += away
@@ -78,9 +82,7 @@ class Progress:
             left = _duration(seconds)
         rate = "?" if tokens_per_second is None else f"{tokens_per_second:,.0f}"
         width = len(str(self._total))
-        line = (
-            f"step {step:>{width}}/{self._total}  loss {loss:.4f}  {rate} tokens/s  ETA {left}"
-        )
+        line = f"step {step:>{width}}/{self._total}  loss {loss:.4f}  {rate} tokens/s  ETA {left}"
         if self._in_place:
             # Back to the start of the line, and clear what a longer line left.
             self._stream.write(f"\r{line}\x1b[K")

@@ -1,7 +1,8 @@
 """One mesh for data and model parallelism, and the only place where logical axes meet mesh axes.
 
-Modules name the axes of their parameters and activations ("embed", "heads", "batch", ...). This file says
-which mesh axis each of those names is split over; nothing else in the library mentions mesh axes.
+Modules name the axes of their parameters and activations ("embed", "heads", "batch", ...). This
+file says which mesh axis each of those names is split over; nothing else in the library mentions
+mesh axes.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from nha_jax.configuration import ConfigurationError
 from nha_jax.models.config import NHAConfig
 
 MESH_AXES = ("data", "fsdp", "tensor")
-# Rows of a batch are split over both: an fsdp group is a data group that also splits the parameters.
+# Rows of a batch are split over both: an fsdp group is a data group that also splits the
+# parameters.
 BATCH_AXES = ("data", "fsdp")
 
 LogicalRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
@@ -30,7 +32,8 @@ class MeshConfig:
     Attributes:
         data: groups of devices that hold the same parameters and different rows of the batch.
         fsdp: devices over which rows and also the `width` axis of every parameter are split.
-        tensor: devices over which heads, the feed-forward's hidden width and the vocabulary are split.
+        tensor: devices over which heads, the feed-forward's hidden width and the vocabulary are
+            split.
     """
 
     data: int = -1
@@ -58,8 +61,8 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
     if -1 in sizes:
         if num_devices % named:
             raise ConfigurationError(
-                f"config.mesh is {wanted}, but the {num_devices} devices found cannot be divided by "
-                f"{named}."
+                f"config.mesh is {wanted}, but the {num_devices} devices found cannot be divided "
+                f"by {named}."
             )
         sizes[sizes.index(-1)] = num_devices // named
     elif named != num_devices:
@@ -78,7 +81,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(config, len(devices))
-    # Explicit axes, the default, do not work with Linen's scan over layers with partitioned parameters.
+    # Explicit axes, the default, do not work with Linen's scan over layers with partitioned
+    # parameters.
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 

@@ -1,4 +1,4 @@
-"""The loss and one optimizer step: accumulation by tokens, and no update from a gradient that is not finite."""
+"""The loss and one optimizer step: accumulation by tokens, no update from a bad gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,8 @@ from flax.core import meta
 from jaxtyping import Array, Float, Int
 
 Batch = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
+# Arrays, and for the statistics of the model a dictionary of arrays.
+Metrics = dict[str, Any]
 TrainStep = Callable[["TrainState", Batch], tuple["TrainState", Metrics]]
 
 
@@ -24,7 +25,8 @@ class TrainState:
         step: int32 scalar, batches consumed; skipped ones count.
         params: the model's parameters in `model.param_dtype`, the master copy.
         opt_state: the optimizer's moments and counts.
-        skipped: int32 scalar, steps whose update was skipped. `step - skipped` updates were applied.
+        skipped: int32 scalar, steps whose update was skipped. `step - skipped` updates were
+            applied.
         skipped_in_a_row: int32 scalar, how many of the last steps in a row were skipped.
     """
 
@@ -64,7 +66,7 @@ def unbox(tree: Any) -> Any:
 def cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns the negative log-likelihood of each target in nats, and the logits' log-sum-exp, in float32."""
+    """Returns the nats of each target, and the log-sum-exp of the logits, in float32."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -81,7 +83,8 @@ def loss_sums(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Returns the loss of a batch as a sum over its tokens.
 
-    Sums, not means: sums of microbatches add up to the sum of their batch whatever their token counts.
+    Sums, not means: sums of microbatches add up to the sum of their batch whatever their token
+    counts.
 
     Args:
         model: a language model.
@@ -91,8 +94,8 @@ def loss_sums(
         z_loss: weight of the squared log-sum-exp of the logits.
 
     Returns:
-        The sum to be differentiated, and sums "nats", "z_loss", "targets", "bytes" and "tokens" (real
-        tokens), and statistics of the model multiplied by "tokens".
+        The sum to be differentiated, and sums "nats", "z_loss", "targets", "bytes" and "tokens"
+        (real tokens), and statistics of the model multiplied by "tokens".
     """
     logits, statistics = model.apply(
         {"params": params},
@@ -121,8 +124,8 @@ def loss_sums(
 def split_microbatches(batch: Batch, microbatches: int) -> Batch:
     """Returns each array [B, ...] as [microbatches, B / microbatches, ...].
 
-    Microbatch i takes rows i, i + microbatches, ...: where rows are split over devices in blocks, each device
-    then has its share of every microbatch, and nothing has to move.
+    Microbatch i takes rows i, i + microbatches, ...: where rows are split over devices in blocks,
+    each device then has its share of every microbatch, and nothing has to move.
     """
     return {
         name: jnp.moveaxis(rows.reshape(-1, microbatches, *rows.shape[1:]), 1, 0)
@@ -139,7 +142,7 @@ def accumulate_gradients(
     microbatches: int = 1,
     z_loss: float = 0.0,
 ) -> tuple[Any, Metrics]:
-    """Returns the gradient of the mean loss over all target tokens of a batch, and the sums of `loss_sums`.
+    """Returns the gradient of a batch's mean loss over its targets, and the sums of `loss_sums`.
 
     Args:
         model: a language model.
@@ -147,8 +150,8 @@ def accumulate_gradients(
         batch: as for `loss_sums`; B must be a multiple of `microbatches`.
         byte_lengths: bytes that each token id stands for.
         microbatches: how many parts the batch is computed in, one after the other. Their number
-            changes the memory needed and not the result (but for rounding), because what is added up are
-            sums over tokens, divided once by the number of targets of the whole batch.
+            changes the memory needed and not the result (but for rounding), because what is added
+            up are sums over tokens, divided once by the number of targets of the whole batch.
         z_loss: weight of the squared log-sum-exp of the logits.
     """
 
@@ -182,14 +185,15 @@ def make_train_step(
     microbatches: int = 1,
     z_loss: float = 0.0,
 ) -> TrainStep:
-    """Returns a pure function (state, batch) -> (state, metrics), to be jitted with the state donated.
+    """Returns a pure function (state, batch) -> (state, metrics), to be jitted and donated to.
 
-    Where the loss or the global norm of the gradient is not finite (a norm beyond float32 included), the step
-    changes nothing but `step`, `skipped` and `skipped_in_a_row`: parameters, moments and the schedule stay.
+    Where the loss or the global norm of the gradient is not finite (a norm beyond float32
+    included), the step changes nothing but `step`, `skipped` and `skipped_in_a_row`: parameters,
+    moments and the schedule stay.
 
-    The metrics are scalars and arrays [L], all float32 or int32: "loss" (mean nats of a target), "z_loss",
-    "bits_per_byte", "gradient_norm" (before the clip), "learning_rate", "targets", "tokens", "skipped",
-    "skipped_in_a_row", and one entry for each statistic of the model.
+    The metrics are scalars and arrays [L], all float32 or int32: "loss" (mean nats of a target),
+    "z_loss", "bits_per_byte", "gradient_norm" (before the clip), "learning_rate", "targets",
+    "tokens", "skipped", "skipped_in_a_row", and one entry for each statistic of the model.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

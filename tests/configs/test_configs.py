@@ -34,11 +34,10 @@ def test_the_demo_is_small() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_loads_and_fits_eight_devices(path: Path) -> None:
+def test_a_config_loads_and_fits_four_devices(path: Path) -> None:
     config = _load(path)
-    mesh = make_mesh(dataclasses.replace(config.mesh, data=-1))
-    # One microbatch: how many there are is a matter of memory.
-    check_divisible(mesh, config.model, config.data.batch_size * 8, 1)
+    mesh = make_mesh(config.mesh, jax.devices()[:4])
+    check_divisible(mesh, config.model, config.data.batch_size, config.train.microbatches)
     program = build_program(config, mesh, np.ones(256, np.int32))
     assert program.abstract_state.params["embed"].shape == (
         config.model.vocab_size,

@@ -35,7 +35,10 @@ def test_a_config_file_is_completed_with_every_default() -> None:
             "import ml_collections\n\ndef get_config():\n    return undefined\n",
             "NameError in line 4: name 'undefined' is not defined",
         ),
-        ("def get_config():\n    return {}\n", "must return an ml_collections.ConfigDict, found dict"),
+        (
+            "def get_config():\n    return {}\n",
+            "must return an ml_collections.ConfigDict, found dict",
+        ),
         ("CONFIG = 1\n", "AttributeError"),
     ],
 )
@@ -62,7 +65,8 @@ def test_a_wrong_field_in_a_config_file_is_named(
 ) -> None:
     path = tmp_path / "config.py"
     path.write_text(
-        f"import ml_collections\n\ndef get_config():\n    return ml_collections.ConfigDict({content})\n"
+        "import ml_collections\n\n"
+        f"def get_config():\n    return ml_collections.ConfigDict({content})\n"
     )
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         from_mapping(RunConfig, load_config(RunConfig, path).to_dict())
@@ -71,11 +75,17 @@ def test_a_wrong_field_in_a_config_file_is_named(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--config.modl.width=3", "config.modl is not a field of RunConfig; did you mean config.model?"),
+        (
+            "--config.modl.width=3",
+            "config.modl is not a field of RunConfig; did you mean config.model?",
+        ),
         ("-config.model.widht", "config.model.widht is not a field of NHAConfig; did you mean"),
         ("--noconfig.data.pakcing", "did you mean config.data.packing?"),
         ("--config.train.steps.x=3", "config.train.steps has no fields"),
-        ("--config.model.rotary_scaling.factr=3", "did you mean config.model.rotary_scaling.factor?"),
+        (
+            "--config.model.rotary_scaling.factr=3",
+            "did you mean config.model.rotary_scaling.factor?",
+        ),
         ("--config..x=3", "config. is not a field of RunConfig"),
     ],
 )

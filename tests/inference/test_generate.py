@@ -13,9 +13,7 @@ from nha_jax.models.language_model import NHALanguageModel
 from nha_jax.training.step import unbox
 from tests.training.tiny import tiny_config
 
-MODEL = NHALanguageModel(
-    tiny_config(**{"model.num_layers": 2, "model.windows": "4,full@1"}).model
-)
+MODEL = NHALanguageModel(tiny_config(**{"model.num_layers": 2, "model.windows": "4,full@1"}).model)
 PROMPT = np.asarray([[5, 6, 7, 8, 9, 10, 11], [1, 2, 3, 1, 2, 3, 1]], np.int32)
 TOKENS = 9
 

@@ -83,7 +83,7 @@ def test_static_windows_windows_as_data_and_state_agree():
     calls = {
         "static": (model, {}),
         "data": (plain, {"windows": windows_array(config.layer_windows)}),
-        "state": (model, {"state": model.init_state(2, capacity=11), "return_state": True}),
+        "state": (plain, {"state": model.init_state(2, capacity=11), "return_state": True}),
     }
     results = {
         name: _jit(jax.value_and_grad(lambda v, t, m=m, c=c: _loss(m, v, t, **c), has_aux=True))(

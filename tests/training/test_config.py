@@ -25,7 +25,7 @@ from tests.training.tiny import tiny_config
         ({"model.param_dtype": "bfloat16"}, "model.param_dtype must be 'float32' for training"),
         (
             {"optimizer.decay_steps": None, "optimizer.warmup_steps": 4},
-            "optimizer.warmup_steps must be less than the 4 steps of the schedule",
+            "optimizer.warmup_steps must be less than the schedule's 4 steps",
         ),
         ({"model.num_heads": 3}, "config.model: num_heads is 3"),
         ({"data.batch_size": 0}, "batch_size"),

@@ -3,11 +3,17 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from nha_jax.training.metrics import MetricsWriter, read_metrics, training_flops_per_token
+from nha_jax.training.metrics import (
+    MetricsWriter,
+    peak_flops,
+    read_metrics,
+    training_flops_per_token,
+)
 from nha_jax.training.plot import plot_loss
 from nha_jax.training.progress import Progress
 from tests.training.tiny import tiny_config
@@ -68,6 +74,27 @@ def test_training_flops_count_what_each_token_meets() -> None:
     np.testing.assert_allclose(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("TPU v5 lite", 197),
+    ],
+)
+def test_peaks_of_known_devices(kind: str, teraflops: float) -> None:
+    assert peak_flops(kind) == teraflops * 1e12
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 3090", ""])
+def test_other_devices_have_no_peak(kind: str) -> None:
+    assert peak_flops(kind) is None
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -112,7 +139,9 @@ def test_loss_curve(tmp_path: Path) -> None:
     image = tmp_path / "loss.png"
     assert not plot_loss(metrics, image, "none")
     assert not image.exists()
-    lines = [{"step": step, "split": "train", "bits_per_byte": 8 / step} for step in (1, 2, 3)]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "split": "train", "bits_per_byte": 8 / step} for step in (1, 2, 3)
+    ]
     lines += [{"step": 3, "split": "validation", "bits_per_byte": 4}]
     lines += [{"step": 4, "split": "train", "bits_per_byte": None}]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))

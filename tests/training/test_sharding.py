@@ -70,7 +70,12 @@ def test_bad_sizes_are_refused(fields: dict[str, int], message: str) -> None:
         (MeshConfig(data=2, tensor=4), 8, 1, "model.num_kv_heads is 2, .* tensor (4)"),
         (MeshConfig(data=1, fsdp=8), 8, 2, "train.microbatches is 4, .* data * fsdp (8)"),
         (MeshConfig(), 9, 1, "data.batch_size / train.microbatches is 9"),
-        (MeshConfig(data=8), 8, 3, "config.data.batch_size is 8, which config.train.microbatches (3)"),
+        (
+            MeshConfig(data=8),
+            8,
+            3,
+            "config.data.batch_size is 8, which config.train.microbatches (3)",
+        ),
     ],
 )
 def test_what_the_mesh_does_not_divide_is_named(

@@ -131,9 +131,7 @@ def _poison(state: train_step.TrainState, value: float) -> train_step.TrainState
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_changes_only_the_counters(
-    params: Any, value: float
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_only_the_counters(params: Any, value: float) -> None:
     step, state = _step_and_state(params)
     first, second = (packed_batch(tiny_config(), seed) for seed in (1, 2))
     state, metrics = step(state, first)
@@ -146,7 +144,8 @@ def test_a_gradient_that_is_not_finite_changes_only_the_counters(
     counters = (after_bad.step, after_bad.skipped, after_bad.skipped_in_a_row)
     assert [int(counter) for counter in counters] == [2, 1, 1]
 
-    # A second bad one, then the cured state goes on as if nothing had been: the schedule has not moved.
+    # A second bad one, then the cured state goes on as if nothing had been: the schedule has not
+    # moved.
     twice, metrics = step(after_bad, second)
     assert (int(twice.skipped), int(metrics["skipped_in_a_row"])) == (2, 2)
     cured, metrics = step(twice.replace(params=state.params), second)
