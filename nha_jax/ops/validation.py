@@ -46,7 +46,7 @@ def check_window_and_state(window: Any, state: Any, *, name: str, return_state: 
             "window must be None (full attention), an integer >= 0 or an int32 scalar array, but "
             f"was {window!r}."
         )
-    if window is not None and is_concrete(window) and window < 0:
+    if window is not None and is_concrete(window) and np.asarray(window) < 0:
         raise ValueError(f"window must not be negative, but was {window}.")
     if static and window is not None and window > _LARGEST_ID - 1:
         raise ValueError(
@@ -168,7 +168,8 @@ def checked_inputs(
         query, key, value, log_gate, slot_query, slot_key = (
             jnp.where(is_token, x, 0) for x in (query, key, value, log_gate, slot_query, slot_key)
         )
-    if is_concrete(log_gate) and log_gate.size and (highest := jnp.max(log_gate)) > 0:
+    # NumPy, because inside jit even an operation on a constant gives no value to look at.
+    if is_concrete(log_gate) and log_gate.size and (highest := np.asarray(log_gate).max()) > 0:
         raise ValueError(
             f"log_gate must be <= 0 (the logarithm of a retention), but has {highest}."
         )

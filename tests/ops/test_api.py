@@ -277,3 +277,22 @@ def test_unseen_ids_under_jit_are_taken_as_they_come():
     ids = jnp.array([[1, 1, 2, 2, 0, 0], [0, 3, 3, 3, 4, 4]], jnp.int32)
     out = jax.jit(lambda ids: native_hybrid_attention(**arrays(), window=3, segment_ids=ids))(ids)
     np.testing.assert_array_equal(np.asarray(out)[np.asarray(ids) == 0], 0)
+
+
+def test_constants_inside_jit_are_checked_too():
+    """What is closed over has values, but operations on it inside jit do not."""
+    made = arrays()
+
+    @jax.jit
+    def run(query):
+        constants = made | {"query": query}
+        return native_hybrid_attention(**constants, window=jnp.int32(3))
+
+    np.testing.assert_allclose(
+        run(made["query"]), native_hybrid_attention(**made, window=3), rtol=1e-6
+    )
+    made["log_gate"] = made["log_gate"] + 1
+    with pytest.raises(ValueError, match="log_gate must be <= 0"):
+        jax.jit(lambda query: native_hybrid_attention(**made | {"query": query}, window=3))(
+            made["query"]
+        )
