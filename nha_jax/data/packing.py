@@ -123,6 +123,8 @@ def _best_fit(length: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [P]; the row of each piece, rows numbered in the order they were opened.
     """
+    if int(length.sum()) <= capacity:
+        return np.zeros(len(length), np.int64)
     row_of_piece = np.empty(len(length), np.int64)
     order = np.argsort(-length, kind="stable")
     open_rows: dict[int, list[int]] = {}  # Room left -> rows with just that room.

@@ -288,9 +288,9 @@ class _Run:
             self.progress.message(f"sample:\n{evaluation.sample_prompt}{text}")
         for line in read_metrics(self.metrics.path, "validation"):
             if line["step"] == step:
-                self.progress.message(
-                    f"final validation loss: {line['bits_per_byte']:.4f} bits per byte"
-                )
+                bits = line["bits_per_byte"]  # None where it was not a finite number
+                shown = "not a number of" if bits is None else f"{bits:.4f}"
+                self.progress.message(f"final validation loss: {shown} bits per byte")
 
 
 def _check_saved_config(config: RunConfig, directory: Path) -> None:

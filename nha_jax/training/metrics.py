@@ -158,7 +158,8 @@ def _truncate(path: Path, step: int) -> None:
             entry = json.loads(line)
         except ValueError:
             continue
-        if line.endswith(b"\n") and entry["step"] <= step:
+        known = isinstance(entry, dict) and isinstance(entry.get("step"), int)
+        if known and line.endswith(b"\n") and entry["step"] <= step:
             kept.append(line)
     if b"".join(kept) != content:
         temporary = path.with_suffix(".jsonl.tmp")
