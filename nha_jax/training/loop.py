@@ -62,8 +62,8 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
         How the run ended.
 
     Raises:
-        ConfigurationError: if the configuration fits neither the devices nor the run in the
-        workdir. DataError: if the data cannot be used.
+        ConfigurationError: if the configuration does not fit the devices or the run in the workdir.
+        DataError: if the data cannot be used.
         CheckpointError: if a checkpoint cannot be restored or saved.
         TrainingDivergedError: if the gradient was not finite too many times in a row.
     """
@@ -154,8 +154,7 @@ class _Run:
         while step < self.config.train.steps:
             batch = put_batch(next(iterator), self.program.batch_sharding)
             state, metrics = self.program.train_step(state, batch)
-            # Ordered now, the copy to the host follows its own step; later it would wait for the
-            # next one, which is on the device by then.
+            # Ordered here, so that the copy to the host need not queue behind the next step.
             jax.tree.map(lambda metric: metric.copy_to_host_async(), metrics)
             step += 1
             # The step now runs on the device. Only now the one before it is read, so that the
