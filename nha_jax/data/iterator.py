@@ -1,12 +1,14 @@
 """The iterator over batches, whose state is a batch number, and what worker processes need."""
 
+import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ class BatchIterator(grain.DatasetIterator[Batch]):
     Args:
         make: Makes Grain's iterator from a batch number on.
         fingerprint: What decides the batches, as JSON values; a state with another one is refused.
-        copy: Whether to copy each batch to memory of its own.
+        has_workers: Whether batches come from worker processes.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         make: Callable[[int], grain.DatasetIterator],
         fingerprint: dict[str, Any],
         *,
-        copy: bool,
+        has_workers: bool,
     ) -> None:
         super().__init__()
-        self._copy = copy
+        self._has_workers = has_workers
+        self._workers_run = False
         self._make = make
         self._fingerprint = fingerprint
         self._next_batch = 0
@@ -55,9 +58,15 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         """
         self.start_prefetch()
         assert self._inner is not None
-        batch = next(self._inner)
+        if self._has_workers and not self._workers_run:
+            # Grain starts them with the first batch, from threads that it starts then.
+            with _new_processes_without_stop_signals():
+                batch = next(self._inner)
+            self._workers_run = True
+        else:
+            batch = next(self._inner)
         self._next_batch += 1
-        if self._copy:
+        if self._has_workers:
             # What comes from a worker lies in shared memory, which is unmapped with its array.
             batch = {name: np.array(array, subok=False) for name, array in batch.items()}
         return batch
@@ -93,11 +102,12 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         self._next_batch = next_batch
 
     def start_prefetch(self) -> None:
-        """Starts threads or workers, if they are not running."""
+        """Starts threads, if they are not running; workers start with the first batch."""
         self._assert_not_closed()
         if self._inner is None:
             self._inner = self._make(self._next_batch)
-            self._inner.start_prefetch()
+            if not self._has_workers:
+                self._inner.start_prefetch()
 
     def close(self) -> None:
         """Ends threads and workers; the iterator yields nothing more."""
@@ -112,6 +122,7 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         inner = getattr(self, "_inner", None)
         if inner is not None:
             self._inner = None
+            self._workers_run = False
             inner.close()
 
 
@@ -137,6 +148,27 @@ def check_shared_memory(needed: int) -> None:
             f"{str(folder)!r} has {free / 2**20:.0f} MiB free; lower data.prefetch or "
             "data.num_workers, or make it larger."
         )
+
+
+@contextlib.contextmanager
+def _new_processes_without_stop_signals() -> Iterator[None]:
+    """Blocks SIGINT and SIGTERM for processes and threads that are started inside.
+
+    A new worker imports for seconds before `start_worker` can ignore these signals, and one that
+    a scheduler's SIGTERM ends in that time takes the step with it. A signal mask is inherited by
+    threads and by processes, through exec too; this thread gets its own back, and with it whatever
+    signal came meanwhile.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, which has no such signals to send
+        yield
+        return
+    # Started inside, it would unblock the signals again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_worker(worker_index: int, worker_count: int) -> None:

@@ -77,7 +77,8 @@ class TextSplit:
         number of batches taken and can be saved with `grain.checkpoint.CheckpointSave`; it is the
         same for every number of workers and processes.
         """
-        return BatchIterator(self._batches_from, self.fingerprint, copy=self._num_workers > 0)
+        has_workers = self._num_workers > 0
+        return BatchIterator(self._batches_from, self.fingerprint, has_workers=has_workers)
 
     def _batches_from(self, first_batch: int) -> grain.DatasetIterator:
         """Grain's iterator over the batches of this process from `first_batch` on."""

@@ -111,7 +111,10 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_workers_outlive_sigterm_and_die_with_their_parent(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["while they start", "while they work"])
+def test_workers_outlive_sigterm_and_die_with_their_parent(
+    corpus: Path, tmp_path: Path, moment: str
+) -> None:
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
     root = Path(__file__).parents[2]
@@ -125,13 +128,18 @@ def test_workers_outlive_sigterm_and_die_with_their_parent(corpus: Path, tmp_pat
     with parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
-        workers = _children(parent.pid)
+        if moment == "while they work":
+            assert parent.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 60
+        while len(workers := _children(parent.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.002)
         assert len(workers) == 2
         # As when a scheduler signals the whole process group before the run has saved.
         for worker in workers:
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGINT)
+        if moment == "while they start":
+            assert parent.stdout.readline() == "ready\n"
         parent.stdin.write("go on\n")
         parent.stdin.flush()
         assert parent.stdout.readline() == "more\n"
