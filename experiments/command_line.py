@@ -74,7 +74,7 @@ def run(
             arguments = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
             if config is not None:
                 check_override_names(config, arguments[1:])
-            positional = _parse(argv)
+            positional = _parse(argv, config)
         except shown as error:
             _fail(error)
         if not flags.FLAGS["verbosity"].using_default_value:
@@ -102,10 +102,10 @@ def _fail(error: Exception) -> typing.NoReturn:
     sys.exit(USER_ERROR_EXIT_CODE)
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], config: type | None) -> list[str]:
     """Parses like absl, but for `--help` and for what ml_collections raises on a bad override."""
     if any(re.fullmatch(r"--?(help|helpshort|helpfull|h|\?)", argument) for argument in argv[1:]):
-        return app.parse_flags_with_usage([argv[0], "--help"])
+        _help(argv[0])
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
@@ -113,9 +113,21 @@ def _parse(argv: list[str]) -> list[str]:
             unknown_name_message("a flag", error.flagname, list(flags.FLAGS), "--")
         ) from None
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        # Overrides of known fields that cannot be applied, such as one within a section that is
-        # None.
+        # Overrides of known fields that cannot be applied, such as a text that does not parse.
+        if config is not None:
+            _check_no_field_of_none(config, argv[1:])
         raise ConfigurationError(f"an override of --config cannot be applied: {error}") from error
+
+
+def _help(program: str) -> typing.NoReturn:
+    """Prints what the program does and its flags."""
+    print(sys.modules["__main__"].__doc__)
+    if "config" in flags.FLAGS:
+        # Defined here, so that absl does not count it among the program's own flags.
+        flags.FLAGS.register_key_flag_for_module(program, flags.FLAGS["config"])
+        print("Every field of the configuration is a flag too: --config.section.field=value.\n")
+    print(flags.FLAGS.module_help(program))
+    sys.exit(0)
 
 
 def check_override_names(cls: type, arguments: Sequence[str]) -> None:
@@ -128,21 +140,40 @@ def check_override_names(cls: type, arguments: Sequence[str]) -> None:
     Raises:
         ConfigurationError: naming the first that is not a field, and the nearest one that is.
     """
-    for argument in arguments:
-        match = re.match(r"--?(?:no)?config\.([^=\s]*)", argument)
-        if match is None:
-            continue
+    for names in _overrides(arguments):
         kind: Any = cls
         path = "config"
-        for name in match[1].split("."):
+        for name in names:
             if kind is None:
                 raise ConfigurationError(f"{path} has no fields, found --{path}.{name}.")
-            names = [field.name for field in dataclasses.fields(kind)]
-            if name not in names:
+            fields = [field.name for field in dataclasses.fields(kind)]
+            if name not in fields:
                 what = f"a field of {kind.__name__}"
-                raise ConfigurationError(unknown_name_message(what, name, names, f"{path}."))
+                raise ConfigurationError(unknown_name_message(what, name, fields, f"{path}."))
             path = f"{path}.{name}"
             kind = _dataclass_of(typing.get_type_hints(kind)[name])
+
+
+def _overrides(arguments: Sequence[str]) -> list[list[str]]:
+    """The names in every `--config.a.b`, split at the dots."""
+    found = [re.match(r"--?(?:no)?config\.([^=\s]*)", argument) for argument in arguments]
+    return [match[1].split(".") for match in found if match is not None]
+
+
+def _check_no_field_of_none(cls: type, arguments: Sequence[str]) -> None:
+    """Refuses an override within a section that may be None and that the config file leaves out."""
+    for names in _overrides(arguments):
+        kind: Any = cls
+        for depth, name in enumerate(names[:-1], start=1):
+            hint = typing.get_type_hints(kind)[name]
+            kind = _dataclass_of(hint)
+            if kind is not None and hint is not kind:
+                path = ".".join(["config", *names[:depth]])
+                fields = ", ".join(repr(field.name) for field in dataclasses.fields(kind))
+                raise ConfigurationError(
+                    f"{path} is None in the config file, so its fields cannot be set one by one: "
+                    f'give all of it as --{path}="{{...}}", a dictionary of {fields}.'
+                )
 
 
 def _dataclass_of(hint: Any) -> type | None:

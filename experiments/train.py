@@ -17,6 +17,8 @@ from nha_jax.data.errors import DataError
 from nha_jax.training.checkpoint import CheckpointError
 from nha_jax.training.config import RunConfig
 from nha_jax.training.loop import Outcome, TrainingDivergedError, train
+from nha_jax.training.program import OutOfMemoryError
+from nha_jax.training.workdir import WorkdirError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, curves.")
 
@@ -37,5 +39,11 @@ if __name__ == "__main__":
     command_line.run(
         main,
         config=RunConfig,
-        user_errors=(DataError, CheckpointError, TrainingDivergedError),
+        user_errors=(
+            DataError,
+            WorkdirError,
+            CheckpointError,
+            OutOfMemoryError,
+            TrainingDivergedError,
+        ),
     )

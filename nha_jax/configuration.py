@@ -2,12 +2,12 @@
 
 Every configuration of this library is a frozen dataclass that checks its own values. This module
 adds what a dataclass cannot say by itself: an unknown field is refused with the nearest valid name,
-    and a value
-of the wrong type is refused with the name of its field, both before anything is built.
+and a value of the wrong type with the name of its field, both before anything is built.
 """
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -49,8 +49,7 @@ def from_mapping(cls: type[Config], mapping: Mapping[str, Any], path: str = "con
 
     Raises:
         ConfigurationError: for an unknown or missing field, a value of the wrong type, or a value
-        that
-            `cls` itself refuses.
+            that `cls` itself refuses.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigurationError(
@@ -173,7 +172,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return _is_finite_number(value)
     if hint is str:
         return isinstance(value, str)
     if _is_tuple(hint):
@@ -182,6 +181,16 @@ def _fits(hint: Any, value: Any) -> bool:
         arguments = typing.get_args(hint)
         return not arguments or arguments[-1] is Ellipsis or len(arguments) == len(value)
     return True
+
+
+def _is_finite_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold; range checks are blind to NaN."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _describe(hint: Any) -> str:
@@ -199,7 +208,7 @@ def _describe(hint: Any) -> str:
     names = {
         bool: "true or false",
         int: "an integer",
-        float: "a number",
+        float: "a finite number",
         str: "a string",
     }
     return names.get(hint, str(hint))

@@ -63,8 +63,16 @@ def test_values_take_the_types_of_their_fields() -> None:
         ({"width": "3"}, "config.width must be an integer, found '3' (str)."),
         ({"width": True}, "config.width must be an integer, found True (bool)."),
         ({"width": 1.0}, "config.width must be an integer, found 1.0 (float)."),
-        ({"width": 1, "rate": None}, "config.rate must be a number, found None (NoneType)."),
-        ({"width": 1, "limit": "x"}, "config.limit must be a number or None, found 'x' (str)."),
+        ({"width": 1, "rate": None}, "config.rate must be a finite number, found None (NoneType)."),
+        (
+            {"width": 1, "limit": "x"},
+            "config.limit must be a finite number or None, found 'x' (str).",
+        ),
+        (
+            {"width": 1, "rate": float("inf")},
+            "config.rate must be a finite number, found inf (float).",
+        ),
+        ({"width": 1, "rate": 10**400}, "config.rate must be a finite number, found 1000"),
         ({"width": 1, "flag": 1}, "config.flag must be true or false, found 1 (int)."),
         ({"width": 1, "name": 7}, "config.name must be a string, found 7 (int)."),
         ({"width": 1, "paths": ["a", 1]}, "config.paths[1] must be a string, found 1 (int)."),

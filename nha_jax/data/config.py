@@ -92,7 +92,8 @@ class DataConfig:
         _integer("sequence_length", self.sequence_length, 1, 2**31 - 1)
         _integer("batch_size", self.batch_size, 1, 2**31 - 1)
         _integer("seed", self.seed, 0, 2**32 - 1)
-        _integer("num_workers", self.num_workers, 0, 1024)
+        # A mistyped number must not start a thousand processes.
+        _integer("num_workers", self.num_workers, 0, 128)
         _integer("prefetch", self.prefetch, 1, 1024)
         _integer("max_bad_records", self.max_bad_records, 0, 2**63 - 1)
         fraction = self.validation_fraction

@@ -18,6 +18,10 @@ IMPLEMENTATIONS = ("reference", "xla", "pallas", "triton")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 PRECISIONS = ("default", "high", "highest")
 REMAT_POLICIES = ("none", "full", "dots", "dots_no_batch")
+# Far beyond any model, and small enough that a mistyped number is refused at once instead of
+# running out of memory in the middle of something.
+_MOST_LAYERS = 10_000
+_LARGEST_SIZE = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,12 +105,13 @@ class NHAConfig:
     def __post_init__(self) -> None:
         if self.value_width is None:
             object.__setattr__(self, "value_width", self.key_width)
-        for name in ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads", "key_width"):
-            self._check_int(name, 1)
-        self._check_int("value_width", 1)
-        self._check_int("feed_forward_width", 1)
-        self._check_int("num_slots", 0)
-        self._check_int("conv_width", 0)
+        self._check_int("vocab_size", 1, 2**31 - 1)  # ids are int32
+        self._check_int("num_layers", 1, _MOST_LAYERS)
+        for name in ("width", "num_heads", "num_kv_heads", "key_width", "value_width"):
+            self._check_int(name, 1, _LARGEST_SIZE)
+        self._check_int("feed_forward_width", 1, _LARGEST_SIZE)
+        self._check_int("num_slots", 0, _LARGEST_SIZE)
+        self._check_int("conv_width", 0, _LARGEST_SIZE)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, but must be a multiple of num_kv_heads "
@@ -171,10 +176,12 @@ class NHAConfig:
         """
         return from_mapping(cls, fields, "model")
 
-    def _check_int(self, name: str, minimum: int) -> None:
+    def _check_int(self, name: str, minimum: int, maximum: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ValueError(f"{name} is {value!r}, but must be a whole number from {minimum}.")
+        if value > maximum:
+            raise ValueError(f"{name} is {value}, but may be {maximum} at most.")
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

@@ -48,6 +48,7 @@ from nha_jax.training.checkpoint_tree import (
     unbox,
     with_sharding,
 )
+from nha_jax.training.orbax_reports import without_failure_reports
 
 __all__ = [
     "FORMAT_VERSION",
@@ -103,6 +104,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._saving: int | None = None
         self._failure: Exception | None = None
+        self._quiet = contextlib.ExitStack()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
@@ -112,6 +114,7 @@ class Checkpointer:
                 f"the checkpoint folder {self.directory} cannot be used: {error}"
             ) from error
         _barrier("checkpoint folder cleared")
+        self._quiet.enter_context(without_failure_reports())
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -244,6 +247,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._close_manager()
+            self._quiet.close()
 
     def restore(self, abstract_state: Any, *, data_iterator: Any) -> Restored | None:
         """Restores the latest sound step, and puts the data iterator to its position.
@@ -332,7 +336,6 @@ class Checkpointer:
             if jax.process_index() == 0:
                 self._folder.commit(Path(self._manager.directory) / layout.step_name(step))
         except Exception as error:
-            logger.error("saving step %d in %s failed: %s", step, self.directory, _reason(error))
             self._failure = error
 
     def _agree(self, abstract_state: Any) -> int | None:
@@ -412,8 +415,8 @@ def _reason(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     # TensorStore wraps the operating system's error into its own text.
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
-        return f"the disk is full ({text})"
-    return text
+        return "the disk is full"
+    return text.partition(" [source locations=")[0]
 
 
 def _barrier(name: str) -> None:

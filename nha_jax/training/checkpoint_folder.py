@@ -121,11 +121,16 @@ class CheckpointFolder:
     def _set_aside(self, folder: Path, reason: str) -> None:
         """Moves an unsound step to `corrupt/`, under a name that is still free."""
         corrupt = self.directory / layout.CORRUPT_FOLDER
-        corrupt.mkdir(exist_ok=True)
-        target = corrupt / folder.name
-        count = 1
-        while target.exists():
-            count += 1
-            target = corrupt / f"{folder.name}-{count}"
-        folder.rename(target)
+        try:
+            corrupt.mkdir(exist_ok=True)
+            target = corrupt / folder.name
+            count = 1
+            while target.exists():
+                count += 1
+                target = corrupt / f"{folder.name}-{count}"
+            folder.rename(target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} ({reason}) cannot be set aside in {corrupt}: {error.strerror or error}"
+            ) from error
         logger.warning("%s was set aside as %s: %s", folder, target, reason)

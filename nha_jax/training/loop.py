@@ -29,10 +29,24 @@ from nha_jax.training.metrics import (
 )
 from nha_jax.training.plot import plot_loss
 from nha_jax.training.preemption import StopRequest
-from nha_jax.training.program import Program, build_program
-from nha_jax.training.progress import Progress
+from nha_jax.training.program import (
+    Program,
+    build_program,
+    check_dtypes,
+    check_program,
+    out_of_memory_errors,
+)
+from nha_jax.training.progress import Progress, printable
 from nha_jax.training.sharding import check_divisible, make_mesh, put_batch
 from nha_jax.training.step import Metrics, TrainState
+from nha_jax.training.workdir import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    LOSS_FILE,
+    check_workdir,
+    hold_workdir,
+    write_errors,
+)
 
 
 class Outcome(enum.Enum):
@@ -64,14 +78,19 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
     Raises:
         ConfigurationError: if the configuration does not fit the devices or the run in the workdir.
         DataError: if the data cannot be used.
+        WorkdirError: if the workdir cannot be written, or another process trains in it.
         CheckpointError: if a checkpoint cannot be restored or saved.
+        OutOfMemoryError: if a device has too little memory.
         TrainingDivergedError: if the gradient was not finite too many times in a row.
     """
     mesh = make_mesh(config.mesh)
     check_divisible(mesh, config.model, config.data.batch_size, config.train.microbatches)
-    checkpoints = workdir / "checkpoints"
+    check_dtypes(config.model)
+    check_workdir(workdir)
+    checkpoints = workdir / CHECKPOINTS_FOLDER
     _check_saved_config(config, checkpoints)
-    with StopRequest() as stop:
+    with StopRequest() as stop, out_of_memory_errors(config):
+        check_program(config, mesh)
         data = open_data(
             config.data,
             vocab_size=config.model.vocab_size,
@@ -79,7 +98,12 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
             process_count=jax.process_count(),
         )
         program = build_program(config, mesh, data.tokenizer.token_byte_lengths())
-        with Checkpointer(checkpoints, config.checkpoint) as checkpointer, jax.set_mesh(mesh):
+        # Made only now: a mistake in the data leaves no folder behind.
+        with (
+            hold_workdir(workdir),
+            Checkpointer(checkpoints, config.checkpoint) as checkpointer,
+            jax.set_mesh(mesh),
+        ):
             return _Run(config, workdir, program, data, checkpointer, stop).execute()
 
 
@@ -127,8 +151,9 @@ class _Run:
                     self.progress.message(note)
             # A buffer that is donated must have no other owner.
             del restored
-            text = json.dumps(self.run_config, indent=2) + "\n"
-            (self.workdir / "config.json").write_text(text, encoding="utf-8")
+            complete_before = step >= self.config.train.steps
+            if not complete_before:
+                self._write_config()
             with contextlib.closing(
                 MetricsWriter(self.workdir, step, tensorboard=self.config.train.tensorboard)
             ) as metrics:
@@ -137,7 +162,6 @@ class _Run:
                 if self._is_evaluation_step(step) and not self._was_evaluated(step):
                     # The process before this one saved the step, but was stopped before evaluating.
                     self._evaluate(step, state)
-                complete_before = step >= self.config.train.steps
                 step, state = self._loop(step, state, iterator)
         if self.stop:
             self.progress.message(
@@ -147,6 +171,15 @@ class _Run:
             return Outcome.INTERRUPTED if interrupted else Outcome.PREEMPTED
         self._finish(step, state, sample=not complete_before)
         return Outcome.COMPLETE
+
+    def _write_config(self) -> None:
+        """Writes the configuration as JSON, whole or not at all."""
+        path = self.workdir / CONFIG_FILE
+        temporary = path.with_suffix(".json.tmp")
+        with write_errors(path):
+            text = json.dumps(self.run_config, indent=2) + "\n"
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
 
     def _loop(self, step: int, state: TrainState, iterator: Any) -> tuple[int, TrainState]:
         """Trains to the last step, or until the process is asked to stop and the state is saved."""
@@ -266,11 +299,12 @@ class _Run:
 
     def _finish(self, step: int, state: TrainState, *, sample: bool) -> None:
         """Writes the loss curve, and prints the last evaluation and a sample."""
-        image = self.workdir / "loss.png"
+        image = self.workdir / LOSS_FILE
         title = f"{self.num_parameters:,} parameters, windows "
         title += format_windows(self.config.model.layer_windows)
-        if plot_loss(self.metrics.path, image, title):
-            self.progress.message(f"loss curve: {image}")
+        with write_errors(image):
+            if plot_loss(self.metrics.path, image, title):
+                self.progress.message(f"loss curve: {image}")
         evaluation = self.config.evaluation
         if sample and evaluation.sample_tokens:
             tokenizer = self.data.tokenizer
@@ -284,7 +318,7 @@ class _Run:
                 temperature=evaluation.sample_temperature,
             )
             text = tokenizer.decode(np.asarray(tokens)[0].tolist())
-            self.progress.message(f"sample:\n{evaluation.sample_prompt}{text}")
+            self.progress.message(f"sample:\n{evaluation.sample_prompt}{printable(text)}")
         for line in read_metrics(self.metrics.path, "validation"):
             if line["step"] == step:
                 bits = line["bits_per_byte"]  # None where it was not a finite number

@@ -15,6 +15,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from nha_jax.models.config import NHAConfig
+from nha_jax.training.workdir import METRICS_FILE, TENSORBOARD_FOLDER, write_errors
 
 # Dense bfloat16 peaks in floating point operations a second, from the makers' data sheets. A name
 # stands in a device's kind, as JAX reports it, as words of its own; the first one found counts.
@@ -102,15 +103,21 @@ class MetricsWriter:
             workdir: folder of the run.
             step: steps done; lines of later steps are removed.
             tensorboard: whether to write TensorBoard files as well.
+
+        Raises:
+            WorkdirError: if a file cannot be written, here or later.
         """
-        self.path = workdir / "metrics.jsonl"
-        _truncate(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self.path = workdir / METRICS_FILE
+        with write_errors(self.path):
+            _truncate(self.path, step)
+            self._file = self.path.open("a", encoding="utf-8")
         self._tensorboard = None
         if tensorboard:
-            self._tensorboard = SummaryWriter(
-                logdir=str(workdir / "tensorboard"), purge_step=step + 1, flush_secs=30
-            )
+            folder = workdir / TENSORBOARD_FOLDER
+            with write_errors(folder):
+                self._tensorboard = SummaryWriter(
+                    logdir=str(folder), purge_step=step + 1, flush_secs=30
+                )
 
     def write(self, step: int, split: str, values: dict[str, Any]) -> None:
         """Writes the metrics of a step.
@@ -121,9 +128,10 @@ class MetricsWriter:
             values: numbers, or arrays [L] with one number a layer.
         """
         plain = {name: to_plain(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "split": split, **plain}) + "\n")
-        # Out of the process at once: kill -9 loses nothing that was written.
-        self._file.flush()
+        with write_errors(self.path):
+            self._file.write(json.dumps({"step": step, "split": split, **plain}) + "\n")
+            # Out of the process at once: kill -9 loses nothing that was written.
+            self._file.flush()
         if self._tensorboard is not None:
             for name, value in plain.items():
                 series = value if isinstance(value, list) else [value]
@@ -143,8 +151,18 @@ def read_metrics(path: Path, split: str) -> list[dict[str, Any]]:
     """Returns the lines of a split in metrics.jsonl, in the order of steps, if any."""
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["split"] == split]
+    entries = [_entry(line) for line in path.read_bytes().splitlines()]
+    return [entry for entry in entries if entry is not None and entry["split"] == split]
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The metrics in a line; None for one that this library did not write."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(entry, dict) and isinstance(entry.get("step"), int) and "split" in entry
+    return entry if known else None
 
 
 def _truncate(path: Path, step: int) -> None:
@@ -154,12 +172,8 @@ def _truncate(path: Path, step: int) -> None:
     content = path.read_bytes()
     kept = []
     for line in content.splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        known = isinstance(entry, dict) and isinstance(entry.get("step"), int)
-        if known and line.endswith(b"\n") and entry["step"] <= step:
+        entry = _entry(line)
+        if entry is not None and line.endswith(b"\n") and entry["step"] <= step:
             kept.append(line)
     if b"".join(kept) != content:
         temporary = path.with_suffix(".jsonl.tmp")

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
@@ -96,6 +97,13 @@ class Progress:
         self._stream.write(("\n" if self._line_open else "") + text + "\n")
         self._stream.flush()
         self._line_open = False
+
+
+def printable(text: str) -> str:
+    """Returns the text without what would command a terminal: control characters but line ends."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text
+    )
 
 
 def _duration(seconds: float) -> str:

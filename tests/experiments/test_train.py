@@ -203,6 +203,20 @@ def test_a_gradient_that_is_never_finite_ends_the_run(start: Start, tmp_path: Pa
     assert "max_skipped_in_a_row" in message
 
 
+def test_a_workdir_that_cannot_be_used_is_named(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    errors = finish(start(tmp_path), 1)
+    assert (
+        errors == f"error: {tmp_path}/metrics.jsonl must be a file of the run, but is a folder.\n"
+    )
+
+
+def test_help_shows_the_program_and_its_flags(start: Start, tmp_path: Path) -> None:
+    output = finish(start(tmp_path, "--help"))
+    for part in ("Trains a Native Hybrid Attention", "--config:", "--workdir:", "--config.section"):
+        assert part in output
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -215,6 +229,9 @@ def test_a_gradient_that_is_never_finite_ends_the_run(start: Start, tmp_path: Pa
         (["--config.mesh.data=5"], "needs 5 devices, but 1 were found"),
         (["--config.data.source=/nowhere"], "/nowhere"),
         (["stray"], "'stray' is not a flag"),
+        (["--config.model.implementation=pallas"], "config.model cannot run here"),
+        (["--config.model.dtype=float64"], "JAX_ENABLE_X64"),
+        (["--config.model.rotary_scaling.factor=2"], "config.model.rotary_scaling is None"),
     ],
 )
 def test_mistakes_are_one_sentence(

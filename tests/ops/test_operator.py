@@ -63,6 +63,10 @@ class TestXla(OperatorSuite):
 
         assert temporary_bytes(window) <= 1.5 * temporary_bytes(128)
 
+    @pytest.mark.skipif(
+        jax.default_backend() != "cpu",
+        reason="reads the memory plan of XLA's CPU compiler; on a GPU autotuned scratch is in it",
+    )
     def test_memory_is_linear_in_time(self):
         def temporary_bytes(length):
             case = Case(window=64, T=length, B=1, N=2, K=2, H=16, V=16, M=16, rotary=False)

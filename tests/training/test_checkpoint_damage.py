@@ -19,7 +19,7 @@ from nha_jax.training.checkpoint import (
 from nha_jax.training.checkpoint_folder import CheckpointFolder
 from nha_jax.training.checkpoint_format import METADATA_FILE, committed_steps
 from nha_jax.training.checkpoint_tree import describe_tree
-from nha_jax.training.integrity import MANIFEST_NAME
+from nha_jax.training.integrity import MANIFEST_NAME, write_manifest
 from tests.training.checkpoint_states import (
     RUN_CONFIG,
     abstract,
@@ -216,6 +216,7 @@ def test_unknown_format_version_is_refused_by_name(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     path = step_folder(tmp_path, 2) / METADATA_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 7}))
+    write_manifest(step_folder(tmp_path, 2))
     message = "step_00000002 has checkpoint format version 7, but this library reads version 1"
     with (
         Checkpointer(tmp_path, CheckpointConfig()) as checkpointer,
@@ -226,6 +227,23 @@ def test_unknown_format_version_is_refused_by_name(tmp_path: Path) -> None:
         load_params(tmp_path)
     # It is another library's, not damaged: it stays.
     assert committed_steps(tmp_path) == [1, 2]
+
+
+def test_a_flipped_version_is_damage_and_no_other_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    path = step_folder(tmp_path, 2) / METADATA_FILE
+    text = path.read_text()
+    flipped = text.replace('"format_version": 1', '"format_version": 9')
+    assert flipped != text
+    path.write_text(flipped)
+    assert load_params(tmp_path).step == 1
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        restored = checkpointer.restore(abstract(), data_iterator=None)
+    assert restored is not None
+    assert restored.step == 1
+    assert "was set aside" in caplog.text
 
 
 def test_checkpoint_of_a_later_version_is_refused_with_its_own_checksums_intact(

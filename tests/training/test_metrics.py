@@ -144,6 +144,9 @@ def test_loss_curve(tmp_path: Path) -> None:
     ]
     lines += [{"step": 3, "split": "validation", "bits_per_byte": 4}]
     lines += [{"step": 4, "split": "train", "bits_per_byte": None}]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # Lines that something else wrote there are passed over.
+    junk = 'not json\n[1]\n{"step": 1}\n\n'
+    metrics.write_text(junk + "".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["step"] for line in read_metrics(metrics, "train")] == [1, 2, 3, 4]
     assert plot_loss(metrics, image, "tiny")
     assert image.read_bytes().startswith(b"\x89PNG")
