@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from nha_jax.modules.convolution import ShortConvolution
 from nha_jax.modules.norm import RMSNorm
+from nha_jax.modules.partitioning import operator_axes
 from nha_jax.modules.positions import segment_positions
 from nha_jax.modules.projection import Projection
 from nha_jax.ops.api import native_hybrid_attention, native_hybrid_attention_step
 from nha_jax.ops.rotary import RotaryScaling, rotary_tables
+from nha_jax.ops.sharded import sharded_native_hybrid_attention
 from nha_jax.ops.state import NHAState
 from nha_jax.ops.windows import Window, parse_window
 
@@ -196,11 +198,20 @@ class NativeHybridAttention(nn.Module):
             "implementation": self.implementation,
             "return_slot_share": return_slot_share or return_statistics,
         }
+        split = None
+        if state is None and not return_state:
+            split = operator_axes(batch, length, num_kv_heads)
         if state is not None and length == 1:
             results = native_hybrid_attention_step(
                 query, key, value, log_gate, state.memory, **options
             )
             out, memory, *shares = results
+        elif split is not None:
+            results = sharded_native_hybrid_attention(
+                query, key, value, log_gate, axes=split, **options
+            )
+            out, *shares = results if isinstance(results, tuple) else (results,)
+            memory = None
         else:
             results = native_hybrid_attention(
                 query,

@@ -38,7 +38,16 @@ class SegmentLayout(NamedTuple):
         return jnp.arange(self.start.shape[1], dtype=jnp.int32)[None] - self.start
 
 
-def segment_layout(segment_ids: Int[Array, "B T"], state: NHAState | None) -> SegmentLayout:
+class Counters(NamedTuple):
+    """What a state says of the segment that goes on: [B] int32 each, as in `NHAState`."""
+
+    length: Int[Array, " B"]
+    segment_id: Int[Array, " B"]
+
+
+def segment_layout(
+    segment_ids: Int[Array, "B T"], state: NHAState | Counters | None
+) -> SegmentLayout:
     """Derives the layout from ids (1 and up; 0 = padding) and the initial state."""
     length = segment_ids.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None]

@@ -84,7 +84,13 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
         TrainingDivergedError: if the gradient was not finite too many times in a row.
     """
     mesh = make_mesh(config.mesh)
-    check_divisible(mesh, config.model, config.data.batch_size, config.train.microbatches)
+    check_divisible(
+        mesh,
+        config.model,
+        config.data.batch_size,
+        config.train.microbatches,
+        config.data.sequence_length,
+    )
     check_dtypes(config.model)
     check_workdir(workdir)
     checkpoints = workdir / CHECKPOINTS_FOLDER

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from nha_jax.configuration import ConfigurationError
 from nha_jax.models.config import NHAConfig
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 # Rows of a batch are split over both: an fsdp group is a data group that also splits the
 # parameters.
 BATCH_AXES = ("data", "fsdp")
@@ -32,12 +32,14 @@ class MeshConfig:
     Attributes:
         data: groups of devices that hold the same parameters and different rows of the batch.
         fsdp: devices over which rows and also the `width` axis of every parameter are split.
+        context: devices over which the tokens of each sequence are split.
         tensor: devices over which heads, the feed-forward's hidden width and the vocabulary are
             split.
     """
 
     data: int = -1
     fsdp: int = 1
+    context: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
@@ -46,11 +48,11 @@ class MeshConfig:
             if size != -1 and size < 1:
                 raise ValueError(f"{name} must be 1 or more, or -1 for the rest, found {size}.")
         if sum(getattr(self, name) == -1 for name in MESH_AXES) > 1:
-            raise ValueError("at most one of data, fsdp and tensor may be -1.")
+            raise ValueError("at most one of data, fsdp, context and tensor may be -1.")
 
 
-def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
-    """Returns the sizes of the axes data, fsdp and tensor for a number of devices.
+def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
+    """Returns the sizes of the axes data, fsdp, context and tensor for a number of devices.
 
     Raises:
         ConfigurationError: if the sizes do not multiply to the number of devices.
@@ -70,11 +72,11 @@ def mesh_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
             f"config.mesh is {wanted}, which needs {named} devices, but {num_devices} were found; "
             "use -1 for one axis to take the rest."
         )
-    return sizes[0], sizes[1], sizes[2]
+    return tuple(sizes)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh with axes data, fsdp and tensor over the given devices, or over all of them.
+    """Returns the mesh with the axes of `MESH_AXES` over the given devices, or over all of them.
 
     Raises:
         ConfigurationError: if the sizes do not multiply to the number of devices.
@@ -83,10 +85,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = mesh_sizes(config, len(devices))
     # Explicit axes, the default, do not work with Linen's scan over layers with partitioned
     # parameters.
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(
+        sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices
+    )
 
 
-def check_divisible(mesh: Mesh, model: NHAConfig, batch_size: int, microbatches: int) -> None:
+def check_divisible(
+    mesh: Mesh, model: NHAConfig, batch_size: int, microbatches: int, sequence_length: int
+) -> None:
     """Checks that what is split can be split evenly.
 
     Args:
@@ -94,6 +100,7 @@ def check_divisible(mesh: Mesh, model: NHAConfig, batch_size: int, microbatches:
         model: the model, whose heads and widths are split over tensor and fsdp.
         batch_size: sequences in an optimizer step, over all devices.
         microbatches: parts into which the batch is divided for gradient accumulation.
+        sequence_length: tokens in a row.
 
     Raises:
         ConfigurationError: naming the first size that its mesh axes do not divide.
@@ -108,6 +115,7 @@ def check_divisible(mesh: Mesh, model: NHAConfig, batch_size: int, microbatches:
         ("tensor", mesh.shape["tensor"], "model.num_kv_heads", model.num_kv_heads),
         ("tensor", mesh.shape["tensor"], "model.feed_forward_width", model.feed_forward_width),
         ("fsdp", mesh.shape["fsdp"], "model.width", model.width),
+        ("context", mesh.shape["context"], "data.sequence_length", sequence_length),
         ("data * fsdp", rows, "data.batch_size / train.microbatches", batch_size // microbatches),
     )
     for axes, size, name, value in demands:
@@ -133,7 +141,7 @@ def logical_axis_rules(mesh: Mesh, model: NHAConfig) -> LogicalRules:
         ("mlp", "tensor"),
         ("embed", "fsdp"),
         ("layers", None),
-        ("length", None),
+        ("length", "context"),
         ("head_dim", None),
         ("slots", None),
     )
@@ -156,8 +164,8 @@ def state_shardings(mesh: Mesh, rules: LogicalRules, boxed: Any) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch array [B, ...]: rows over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    """Returns the sharding of a batch array [B, T]: rows over data and fsdp, T over context."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

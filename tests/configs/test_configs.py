@@ -37,7 +37,13 @@ def test_the_demo_is_small() -> None:
 def test_a_config_loads_and_fits_four_devices(path: Path) -> None:
     config = _load(path)
     mesh = make_mesh(config.mesh, jax.devices()[:4])
-    check_divisible(mesh, config.model, config.data.batch_size, config.train.microbatches)
+    check_divisible(
+        mesh,
+        config.model,
+        config.data.batch_size,
+        config.train.microbatches,
+        config.data.sequence_length,
+    )
     program = build_program(config, mesh, np.ones(256, np.int32))
     assert program.abstract_state.params["embed"].shape == (
         config.model.vocab_size,

@@ -28,22 +28,24 @@ BYTE_LENGTHS = np.ones(260, np.int32)
 @pytest.mark.parametrize(
     ("config", "devices", "sizes"),
     [
-        (MeshConfig(), 8, (8, 1, 1)),
-        (MeshConfig(), 1, (1, 1, 1)),
-        (MeshConfig(data=2, fsdp=-1, tensor=2), 8, (2, 2, 2)),
-        (MeshConfig(data=1, fsdp=2, tensor=4), 8, (1, 2, 4)),
+        (MeshConfig(), 8, (8, 1, 1, 1)),
+        (MeshConfig(), 1, (1, 1, 1, 1)),
+        (MeshConfig(data=2, fsdp=-1, tensor=2), 8, (2, 2, 1, 2)),
+        (MeshConfig(data=1, fsdp=2, tensor=4), 8, (1, 2, 1, 4)),
+        (MeshConfig(data=1, context=-1), 8, (1, 1, 8, 1)),
     ],
 )
-def test_one_axis_takes_the_rest(
-    config: MeshConfig, devices: int, sizes: tuple[int, int, int]
-) -> None:
+def test_one_axis_takes_the_rest(config: MeshConfig, devices: int, sizes: tuple[int, ...]) -> None:
     assert mesh_sizes(config, devices) == sizes
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MeshConfig(data=3), "data=3 x fsdp=1 x tensor=1, which needs 3 devices, but 8 were found"),
+        (
+            MeshConfig(data=3),
+            "data=3 x fsdp=1 x context=1 x tensor=1, which needs 3 devices, but 8",
+        ),
         (MeshConfig(tensor=3), "the 8 devices found cannot be divided by 3"),
         (MeshConfig(data=16, fsdp=1), "needs 16 devices, but 8 were found"),
     ],
@@ -70,6 +72,7 @@ def test_bad_sizes_are_refused(fields: dict[str, int], message: str) -> None:
         (MeshConfig(data=2, tensor=4), 8, 1, "model.num_kv_heads is 2, .* tensor (4)"),
         (MeshConfig(data=1, fsdp=8), 8, 2, "train.microbatches is 4, .* data * fsdp (8)"),
         (MeshConfig(), 9, 1, "data.batch_size / train.microbatches is 9"),
+        (MeshConfig(data=1, context=8), 8, 1, "data.sequence_length is 18, .* context (8)"),
         (
             MeshConfig(data=8),
             8,
@@ -83,7 +86,7 @@ def test_what_the_mesh_does_not_divide_is_named(
 ) -> None:
     pattern = re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(ConfigurationError, match=pattern):
-        check_divisible(make_mesh(mesh), tiny_config().model, batch_size, microbatches)
+        check_divisible(make_mesh(mesh), tiny_config().model, batch_size, microbatches, 18)
 
 
 def test_a_vocabulary_that_cannot_be_split_is_kept_whole() -> None:
@@ -105,14 +108,24 @@ def _train(
         return jax.device_get(state), history
 
 
-def test_eight_devices_train_like_one() -> None:
-    config = tiny_config(**{"train.microbatches": 2})
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (MeshConfig(data=2, fsdp=2, tensor=2), {"train.microbatches": 2}),
+        (
+            MeshConfig(data=1, fsdp=2, context=2, tensor=2),
+            {"model.num_layers": 2, "model.windows": "10,full@1", "model.conv_width": 3},
+        ),
+    ],
+    ids=["data, fsdp, tensor", "fsdp, context, tensor"],
+)
+def test_eight_devices_train_like_one(mesh: MeshConfig, changes: dict[str, Any]) -> None:
+    config = tiny_config(**changes)
     batches = [packed_batch(config, seed) for seed in range(STEPS)]
     one = build_program(config, make_mesh(config.mesh, jax.devices()[:1]), BYTE_LENGTHS)
     expected, expected_history = _train(one, batches)
 
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    eight = build_program(config, mesh, BYTE_LENGTHS)
+    eight = build_program(config, make_mesh(mesh), BYTE_LENGTHS)
     found, history = _train(eight, batches)
 
     for here, there in zip(history, expected_history, strict=True):
@@ -140,3 +153,24 @@ def test_eight_devices_train_like_one() -> None:
     ]
     assert len(moments) == 2
     assert {leaf.sharding.spec for leaf in moments} == {query.sharding.spec}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(data=1, fsdp=2, context=4), MeshConfig(data=4, tensor=2)],
+    ids=["context", "tensor"],
+)
+def test_no_activation_is_gathered_around_the_operator(mesh: MeshConfig) -> None:
+    # Sizes that no parameter has, so that a gathered activation is told by its shape.
+    config = tiny_config(**{"data.sequence_length": 40, "data.batch_size": 24, "mesh.data": -1})
+    program = build_program(config, make_mesh(mesh), BYTE_LENGTHS)
+    batch = jax.eval_shape(lambda: packed_batch(config))
+    with jax.set_mesh(program.mesh):
+        step = program.train_step.lower(program.abstract_state, batch)  # type: ignore[attr-defined]
+        text = step.compile().as_text()
+    sizes = {40, 24, 40 // mesh.context, 24 // (mesh.data * mesh.fsdp)}
+    gathered = re.findall(r"= \(?(bf16|f32)\[([\d,]+)\][^=]*? all-gather(?:-start)?\(", text)
+    assert not [shape for _, shape in gathered if sizes & set(map(int, shape.split(",")))]
+    # The text is read rightly: what is exchanged is there, under the names looked for.
+    assert bool(gathered) == (mesh.fsdp > 1)
+    assert ("collective-permute" in text) == (mesh.context > 1)
