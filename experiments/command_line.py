@@ -9,16 +9,19 @@ import dataclasses
 import importlib.util
 import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from nha_jax.configuration import ConfigurationError, from_mapping, unknown_name_message
+from nha_jax.training.distributed import exit_now
 
 USER_ERROR_EXIT_CODE = 1
 
@@ -91,6 +94,13 @@ def run(
             return main()
         except shown as error:
             _fail(error)
+        except Exception:
+            # A fault of the program keeps its traceback; but the other processes of a run must
+            # not wait for this one, nor this one for them.
+            if jax.distributed.is_initialized():
+                traceback.print_exc()
+                exit_now(USER_ERROR_EXIT_CODE)
+            raise
 
     app.run(guarded, flags_parser=parse)
     raise AssertionError("app.run exits")
@@ -98,7 +108,10 @@ def run(
 
 def _fail(error: Exception) -> typing.NoReturn:
     sentence = " ".join(str(error).split())
-    print(f"error: {sentence}", file=sys.stderr)
+    several = jax.distributed.is_initialized() and jax.process_count() > 1
+    who = f"process {jax.process_index()}: " if several else ""
+    print(f"error: {who}{sentence}", file=sys.stderr)
+    exit_now(USER_ERROR_EXIT_CODE)
     sys.exit(USER_ERROR_EXIT_CODE)
 
 

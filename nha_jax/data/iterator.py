@@ -33,6 +33,10 @@ class BatchIterator(grain.DatasetIterator[Batch]):
         has_workers: Whether batches come from worker processes.
     """
 
+    # A batch number means the same whichever part of each batch a process reads, so the state of
+    # one process serves another number of processes.
+    same_state_on_every_process = True
+
     def __init__(
         self,
         make: Callable[[int], grain.DatasetIterator],

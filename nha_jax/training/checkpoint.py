@@ -125,6 +125,11 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and jax.process_count() > 1:
+            # Where closing is something that all processes do together, one that fails must not
+            # wait for the others, which may be gone or may not have failed.
+            self._quiet.close()
+            return
         try:
             self.close()
         except CheckpointError as failure:
@@ -282,15 +287,19 @@ class Checkpointer:
             "params": ocp.args.StandardRestore(params),
             "state": ocp.args.StandardRestore(rest),
         }
+        data_state: Any = None
         if data_iterator is not None:
-            _check_data_position(folder)
-            items["data"] = grain.checkpoint.CheckpointRestore(data_iterator)
+            data_state = _other_data_state(folder, data_iterator)
+            if data_state is None:
+                items["data"] = grain.checkpoint.CheckpointRestore(data_iterator)
         try:
             restored = self._open_manager().restore(
                 step, directory=self.directory, args=ocp.args.Composite(**items)
             )
         except Exception as error:
             raise CheckpointError(f"{folder} is sound but cannot be restored: {error}") from error
+        if data_state is not None:
+            data_iterator.set_state(data_state)
         leaves = jax.tree.leaves(join_params(restored["params"], restored["state"]))
         del restored
         for index in range(len(leaves)):
@@ -388,14 +397,23 @@ class Checkpointer:
                 Path(manager.directory).rmdir()
 
 
-def _check_data_position(folder: Path) -> None:
-    """Checks that a step holds the data position of this process, in a run of this many."""
+def _other_data_state(folder: Path, data_iterator: Any) -> dict[str, Any] | None:
+    """The data position that another number of processes saved, where it means the same here.
+
+    Returns:
+        None where the step has this process's own position.
+
+    Raises:
+        CheckpointMismatchError: the step has none that this iterator can use.
+    """
     name = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
-    if not (folder / "data" / name).is_file():
-        found = sorted(path.name for path in (folder / "data").glob("process_*"))
-        raise CheckpointMismatchError(
-            f"{folder} has no data position {name}, found {', '.join(found) or 'none'}"
-        )
+    if (folder / "data" / name).is_file():
+        return None
+    found = sorted((folder / "data").glob("process_*"))
+    if found and getattr(data_iterator, "same_state_on_every_process", False):
+        return json.loads(found[0].read_text(encoding="utf-8"))
+    names = ", ".join(path.name for path in found) or "none"
+    raise CheckpointMismatchError(f"{folder} has no data position {name}, found {names}")
 
 
 def _donatable(array: jax.Array) -> jax.Array:

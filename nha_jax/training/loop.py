@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from nha_jax.ops.windows import format_windows
 from nha_jax.training.checkpoint import Checkpointer
 from nha_jax.training.checkpoint_format import committed_steps, read_metadata, step_name
 from nha_jax.training.config import RunConfig, check_resumable
+from nha_jax.training.distributed import check_agreement, check_platform, from_first
 from nha_jax.training.evaluation import evaluate
 from nha_jax.training.integrity import DamagedError
 from nha_jax.training.metrics import (
     MetricsWriter,
+    NoMetrics,
     peak_flops,
     read_metrics,
     training_flops_per_token,
@@ -37,7 +40,7 @@ from nha_jax.training.program import (
     out_of_memory_errors,
 )
 from nha_jax.training.progress import Progress, printable
-from nha_jax.training.sharding import check_divisible, make_mesh, put_batch
+from nha_jax.training.sharding import check_divisible, make_mesh, process_rows, put_batch
 from nha_jax.training.step import Metrics, TrainState
 from nha_jax.training.workdir import (
     CHECKPOINTS_FOLDER,
@@ -83,6 +86,8 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
         OutOfMemoryError: if a device has too little memory.
         TrainingDivergedError: if the gradient was not finite too many times in a row.
     """
+    check_platform(os.environ)
+    check_agreement(to_mapping(config))
     mesh = make_mesh(config.mesh)
     check_divisible(
         mesh,
@@ -97,16 +102,18 @@ def train(config: RunConfig, workdir: Path) -> Outcome:
     _check_saved_config(config, checkpoints)
     with StopRequest() as stop, out_of_memory_errors(config):
         check_program(config, mesh)
+        data_index, data_count = process_rows(mesh, config.data.batch_size)
         data = open_data(
             config.data,
             vocab_size=config.model.vocab_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=data_index,
+            process_count=data_count,
         )
         program = build_program(config, mesh, data.tokenizer.token_byte_lengths())
         # Made only now: a mistake in the data leaves no folder behind.
         with (
-            hold_workdir(workdir),
+            # Process 0 writes all files but its checkpoint shards.
+            hold_workdir(workdir) if jax.process_index() == 0 else contextlib.nullcontext(),
             Checkpointer(checkpoints, config.checkpoint) as checkpointer,
             jax.set_mesh(mesh),
         ):
@@ -132,7 +139,8 @@ class _Run:
         self.data = data
         self.checkpointer = checkpointer
         self.stop = stop
-        self.progress = Progress(config.train.steps)
+        self.is_first = jax.process_index() == 0
+        self.progress = Progress(config.train.steps, quiet=not self.is_first)
         self.num_parameters = count_parameters(config.model)
         self.flops_per_token = training_flops_per_token(
             config.model, self.num_parameters, config.data.sequence_length
@@ -158,10 +166,12 @@ class _Run:
             # A buffer that is donated must have no other owner.
             del restored
             complete_before = step >= self.config.train.steps
-            if not complete_before:
+            if not complete_before and self.is_first:
                 self._write_config()
             with contextlib.closing(
                 MetricsWriter(self.workdir, step, tensorboard=self.config.train.tensorboard)
+                if self.is_first
+                else NoMetrics()
             ) as metrics:
                 self.metrics = metrics
                 self._describe(step)
@@ -202,8 +212,9 @@ class _Run:
                 self._report(*pending)
             pending = step, metrics
             is_last = step == self.config.train.steps
-            is_evaluation = self._is_evaluation_step(step) and not self.stop
-            is_save = self.checkpointer.should_save(step) or is_last or bool(self.stop)
+            is_stop = self.stop.agreed(step)
+            is_evaluation = self._is_evaluation_step(step) and not is_stop
+            is_save = self.checkpointer.should_save(step) or is_last or is_stop
             if is_evaluation or is_save:
                 # A saved step has its metrics on disk: a resumed run does not write them again.
                 self._report(*pending)
@@ -262,7 +273,7 @@ class _Run:
 
     def _was_evaluated(self, step: int) -> bool:
         lines = read_metrics(self.metrics.path, "validation")
-        return any(line["step"] == step for line in lines)
+        return from_first(any(line["step"] == step for line in lines))
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float] | None:
         """Evaluates and reports; returns metrics to save with the step, None if asked to stop."""
@@ -304,15 +315,19 @@ class _Run:
             self.progress.message(f"Resuming {self.workdir} after step {step}.")
 
     def _finish(self, step: int, state: TrainState, *, sample: bool) -> None:
-        """Writes the loss curve, and prints the last evaluation and a sample."""
+        """Writes the loss curve, and prints the last evaluation and a sample.
+
+        The sample is made by single processes only: `generate` wants parameters that one process
+        holds.
+        """
         image = self.workdir / LOSS_FILE
         title = f"{self.num_parameters:,} parameters, windows "
         title += format_windows(self.config.model.layer_windows)
         with write_errors(image):
-            if plot_loss(self.metrics.path, image, title):
+            if self.is_first and plot_loss(self.metrics.path, image, title):
                 self.progress.message(f"loss curve: {image}")
         evaluation = self.config.evaluation
-        if sample and evaluation.sample_tokens:
+        if sample and evaluation.sample_tokens and jax.process_count() == 1:
             tokenizer = self.data.tokenizer
             prompt = [tokenizer.bos_id, *tokenizer.encode(evaluation.sample_prompt)]
             tokens = generate(

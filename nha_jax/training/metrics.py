@@ -147,6 +147,18 @@ class MetricsWriter:
             self._tensorboard.close()
 
 
+class NoMetrics:
+    """Stands for a `MetricsWriter` where another process writes; `path` is that of no file."""
+
+    path = Path(os.devnull)
+
+    def write(self, step: int, split: str, values: dict[str, Any]) -> None:
+        """Writes nothing."""
+
+    def close(self) -> None:
+        """Closes nothing."""
+
+
 def read_metrics(path: Path, split: str) -> list[dict[str, Any]]:
     """Returns the lines of a split in metrics.jsonl, in the order of steps, if any."""
     if not path.exists():

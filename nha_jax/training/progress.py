@@ -19,6 +19,7 @@ class Progress:
         total_steps: int,
         *,
         stream: TextIO | None = None,
+        quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts counting.
@@ -26,9 +27,11 @@ class Progress:
         Args:
             total_steps: steps of the whole run.
             stream: where to print; None is standard output.
+            quiet: print nothing, because another process of the run does.
             clock: seconds.
         """
         self._stream = sys.stdout if stream is None else stream
+        self._quiet = quiet
         self._in_place = self._stream.isatty()
         self._line_open = False
         self._total = total_steps
@@ -76,6 +79,8 @@ class Progress:
 
     def show(self, step: int, loss: float, tokens_per_second: float | None) -> None:
         """Prints the progress line of a step."""
+        if self._quiet:
+            return
         done = step - self._first_timed
         left = "?"
         if self._start is not None and done > 0:
@@ -94,6 +99,8 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Prints a line of its own."""
+        if self._quiet:
+            return
         self._stream.write(("\n" if self._line_open else "") + text + "\n")
         self._stream.flush()
         self._line_open = False

@@ -168,13 +168,45 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
 
 
+def process_rows(mesh: Mesh, num_rows: int) -> tuple[int, int]:
+    """Returns which part of every batch this process reads: its number, and how many parts.
+
+    Processes whose devices hold the same rows, because the mesh splits tokens or parameters over
+    them, read the same part.
+
+    Args:
+        mesh: the mesh.
+        num_rows: rows of a batch, over all devices.
+
+    Raises:
+        ConfigurationError: if the mesh gives processes parts that overlap.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    parts: dict[int, set[int]] = {}
+    shards: Any = sharding.devices_indices_map((num_rows,))
+    for device, (rows,) in shards.items():
+        parts.setdefault(device.process_index, set()).update(range(num_rows)[rows])
+    distinct = sorted({tuple(sorted(rows)) for rows in parts.values()})
+    if sum(map(len, distinct)) != num_rows or len({len(rows) for rows in distinct}) != 1:
+        raise ConfigurationError(
+            "config.mesh gives the processes overlapping rows of a batch: let fsdp, context and "
+            "tensor together be a divisor or a multiple of the devices of one process."
+        )
+    return distinct.index(tuple(sorted(parts[jax.process_index()]))), len(distinct)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put_batch(batch: dict[str, Any], sharding: NamedSharding) -> dict[str, jax.Array]:
-    """Makes global arrays of this process's rows of a batch."""
-    return {
-        name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
-    }
+    """Makes global arrays of this process's rows of a batch, each row whole."""
+    shards = sharding.mesh.shape["data"] * sharding.mesh.shape["fsdp"]
+    own: Any = sharding.addressable_devices_indices_map((shards, 1 << 30))
+    held = {rows.start or 0 for rows, *_ in own.values()}
+    arrays = {}
+    for name, rows in batch.items():
+        shape = (rows.shape[0] * shards // len(held), *rows.shape[1:])
+        arrays[name] = jax.make_array_from_process_local_data(sharding, rows, shape)
+    return arrays
