@@ -176,6 +176,7 @@ class NHALanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         return_state: bool = False,
         return_statistics: bool = False,
+        logits_at: Int[Array, "B R"] | None = None,
     ) -> Any:
         """Computes the logits of the token after each token.
 
@@ -194,10 +195,12 @@ class NHALanguageModel(nn.Module):
             return_statistics: also return a dictionary of float32 arrays [L], means over real
                 tokens and heads: "slot_share" (mass of the softmax on slots), "log_gate_mean",
                 "retention".
+            logits_at: places in each row, from 0 to T - 1, after which logits are wanted; None for
+                all. A long prompt wants one of them, and all would take more memory than all else.
 
         Returns:
-            Logits [B, T, vocab_size] in float32 (or a tuple of them, then the state, then the
-            statistics, as asked for).
+            Logits [B, T, vocab_size] in float32, or [B, R, vocab_size] with `logits_at` (or a tuple
+            of them, then the state, then the statistics, as asked for).
 
         Raises:
             ValueError: tokens, windows or the state do not fit the configuration.
@@ -212,6 +215,15 @@ class NHALanguageModel(nn.Module):
             raise ValueError(
                 f"segment_ids has shape {segment_ids.shape}, but must be that of tokens, "
                 f"{tokens.shape}."
+            )
+        if logits_at is not None and (
+            logits_at.ndim != 2
+            or logits_at.shape[0] != tokens.shape[0]
+            or not jnp.issubdtype(logits_at.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"logits_at has shape {logits_at.shape} and dtype {logits_at.dtype}, but must be "
+                f"integers [B, R] with B = {tokens.shape[0]}."
             )
         _check_vocabulary(tokens, segment_ids, config.vocab_size)
         if segment_ids is not None:
@@ -230,6 +242,8 @@ class NHALanguageModel(nn.Module):
         x, next_state, statistics = self._run_layers(
             x, segment_ids, positions, windows, state, return_state, return_statistics
         )
+        if logits_at is not None:
+            x = jnp.take_along_axis(x, logits_at[..., None], axis=1)
         x = RMSNorm(
             epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, name="final_norm"
         )(x)
