@@ -84,6 +84,7 @@ def plot_slot_share(
         )
         axes.set_title(f"layer {layer}, window {windows[layer]}", fontsize=8)
         axes.set_ylabel("head", fontsize=7)
+        axes.set_yticks(range(0, heads, -(-heads // 8)))
         axes.tick_params(labelsize=7)
     for axes in grid[-1]:
         axes.set_xlabel("position", fontsize=7)

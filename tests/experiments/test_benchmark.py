@@ -77,8 +77,8 @@ def test_ratios_of_lengths_and_implementations() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "benchmark takes a subject first (op), but found none."),
-        (["ops"], "benchmark takes a subject first (op), but found 'ops'."),
+        ([], "benchmark takes a subject first (op, decode), but found none."),
+        (["ops"], "benchmark takes a subject first (op, decode), but found 'ops'."),
         (["op", "--lengths=64,0"], "--lengths takes integers from 1, but found '0'."),
         (["op", "--heads=3", "--kv_heads=2"], "--heads must be a multiple of --kv_heads"),
         (["op", "--implementations=xla,flash"], "but found 'flash'."),
