@@ -6,7 +6,7 @@
 each length, beside the error against a float64 evaluation. Where an error is too large it prints
 no speed and exits with code 1. `--output FILE` writes the same as JSON.
 
-    python -m experiments.benchmark decode [--shape=llama3_8b] [--batches=1,16] [--contexts=4096] ...
+    python -m experiments.benchmark decode [--shape=llama3_8b] [--batches=1,16] ...
 
 `decode` times steps of decoding of a whole model with random weights: with the windows of the
 shape, with full attention in all layers, and with windows in all layers, beside the bytes of their
@@ -169,8 +169,8 @@ def _decode() -> int:
     for one in attention:
         rate = one.moved_bytes / one.seconds
         print(
-            f"attention of a windowed layer, batch {one.batch}: {1e6 * one.seconds:,.1f} us a step, "
-            f"{rate / 1e9:,.1f} GB/s, {rate / bandwidth:.1%} of the copy"
+            f"attention of a windowed layer, batch {one.batch}: {1e6 * one.seconds:,.1f} us a "
+            f"step, {rate / 1e9:,.1f} GB/s, {rate / bandwidth:.1%} of the copy"
         )
     engine: dict[str, float] = {}
     if _FLAGS.engine_prompts:
