@@ -121,7 +121,8 @@ def random_params(config: NHAConfig) -> Any:
 
     @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
     def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return (config.initializer_range * jax.random.normal(key, shape)).astype(dtype)
+        limit = 3**0.5 * config.initializer_range
+        return jax.random.uniform(key, shape, minval=-limit, maxval=limit).astype(dtype)
 
     keys = jax.random.split(jax.random.key(0), len(leaves))
     made = [draw(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
@@ -226,8 +227,8 @@ def _sequences(model: NHALanguageModel, state: LanguageModelState, context: int)
         limit=jnp.full((batch,), 2**31 - 1, jnp.int32),
         active=jnp.ones((batch,), bool),
         sampling=jax.tree.map(jnp.asarray, SamplingArrays.of([GREEDY] * batch)),
-        end_ids=jnp.zeros((batch, 0), jnp.int32),
-        seen=None,
+        end_ids=jnp.full((batch, 4), -1, jnp.int32),
+        seen=jnp.zeros((batch, model.config.vocab_size), bool),
     )
 
 

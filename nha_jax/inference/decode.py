@@ -27,8 +27,8 @@ class Sequences:
         limit: [B] int32, tokens after which a sequence ends.
         active: [B] bool, whether the sequence goes on.
         sampling: how each sequence's tokens are chosen.
-        end_ids: [B, E] int32, tokens that end a sequence.
-        seen: [B, V] bool, tokens of prompt and continuation; None where none has a penalty.
+        end_ids: [B, E] int32, tokens that end a sequence; -1 fills up.
+        seen: [B, V] bool, tokens of prompt and continuation.
     """
 
     state: LanguageModelState
@@ -38,7 +38,7 @@ class Sequences:
     active: Bool[Array, " B"]
     sampling: SamplingArrays
     end_ids: Int[Array, "B E"]
-    seen: Bool[Array, "B V"] | None
+    seen: Bool[Array, "B V"]
 
 
 class Chosen(NamedTuple):
@@ -62,7 +62,7 @@ def begin(
     sampling: SamplingArrays,
     limit: Int[Array, " B"],
     end_ids: Int[Array, "B E"],
-    seen: Bool[Array, "B V"] | None,
+    seen: Bool[Array, "B V"],
 ) -> tuple[Sequences, Chosen]:
     """Chooses the first token of each sequence from the logits after its prompt.
 
@@ -72,7 +72,7 @@ def begin(
         sampling: how tokens are chosen.
         limit: most tokens of each sequence, at least 1.
         end_ids: tokens that end each sequence.
-        seen: tokens of the prompts, or None; donated.
+        seen: tokens of the prompts; donated.
 
     Returns:
         (the sequences, their first tokens).
@@ -175,13 +175,11 @@ def _choose(
     token = jnp.where(active, token, sequences.token)
     count = sequences.count + active
     ends = jnp.any(token[:, None] == sequences.end_ids, axis=-1)
-    if seen is not None:
-        seen = seen.at[jnp.arange(token.shape[0]), token].max(active)
     sequences = dataclasses.replace(
         sequences,
         token=token,
         count=count,
         active=active & ~ends & (count < sequences.limit),
-        seen=seen,
+        seen=seen.at[jnp.arange(token.shape[0]), token].max(active),
     )
     return sequences, token, log_probability, active

@@ -19,6 +19,7 @@ from nha_jax.inference.generate import (
     Record,
     check_vocabulary,
     encode_prompt,
+    end_id_rows,
     seen_tokens,
 )
 from nha_jax.inference.prefill import prefill_chunk
@@ -122,7 +123,7 @@ class Engine:
         self._tokenizer = tokenizer
         if end_ids is None:
             end_ids = () if tokenizer is None else (tokenizer.eos_id,)
-        self._end_ids = np.asarray(end_ids, np.int32).reshape(-1)
+        self._end_ids = [int(token) for token in end_ids]
         self._chunk = min(prefill_chunk, max_prompt)
         self._steps = steps
 
@@ -141,7 +142,7 @@ class Engine:
             limit=limit,
             active=jnp.zeros((num_sequences,), bool),
             sampling=jax.tree.map(jnp.asarray, SamplingArrays.of([GREEDY] * num_sequences)),
-            end_ids=jnp.tile(jnp.asarray(self._end_ids), (num_sequences, 1)),
+            end_ids=jnp.asarray(end_id_rows(self._end_ids, num_sequences)),
             seen=jnp.zeros((num_sequences, vocab_size), bool),
         )
         self._next_number = 0
@@ -212,7 +213,7 @@ class Engine:
             )
         number = self._next_number
         check_vocabulary([ids], self._model.config.vocab_size)
-        record = Record(max_tokens, self._tokenizer, self._end_ids.tolist(), stop)
+        record = Record(max_tokens, self._tokenizer, self._end_ids, stop)
         self._waiting.append(_Request(number, ids, sampling, max_tokens, record, on_tokens))
         self._next_number += 1
         return number
@@ -305,9 +306,6 @@ class Engine:
         for source, target in zip(ready, free, strict=False):
             request = self._reading[source]
             assert request is not None
-            seen = seen_tokens([request.prompt], [request.sampling], self._model.config.vocab_size)
-            if seen is None:
-                seen = np.zeros((1, self._model.config.vocab_size), bool)
             self._sequences, chosen = _place_sequence(
                 self._sequences,
                 target,
@@ -316,8 +314,8 @@ class Engine:
                 source,
                 SamplingArrays.of([request.sampling]),
                 np.asarray([request.limit], np.int32),
-                self._end_ids[None],
-                seen,
+                end_id_rows(self._end_ids, 1),
+                seen_tokens([request.prompt], self._model.config.vocab_size),
             )
             self._reading[source] = None
             self._generating[target] = request

@@ -128,8 +128,8 @@ def generate(
         state,
         SamplingArrays.of(settings),
         np.full(len(ids), max_tokens, np.int32),
-        np.tile(np.asarray(end_ids, np.int32), (len(ids), 1)),
-        seen_tokens(ids, settings, model.config.vocab_size),
+        end_id_rows(end_ids, len(ids)),
+        seen_tokens(ids, model.config.vocab_size),
     )
     records = [Record(max_tokens, tokenizer, end_ids, stop) for _ in ids]
     _take(records, chosen, on_tokens)
@@ -205,16 +205,23 @@ class Record:
         return Generation(self.tokens, text, self.log_probabilities, self.reason)
 
 
-def seen_tokens(
-    prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], vocab_size: int
-) -> np.ndarray | None:
-    """Which tokens stand in each prompt, bool [B, V]; None where no sequence has a penalty."""
-    if all(setting.repetition_penalty == 1 for setting in settings):
-        return None
+def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    """Which tokens stand in each prompt, bool [B, V]."""
     seen = np.zeros((len(prompts), vocab_size), bool)
     for row, prompt in enumerate(prompts):
         seen[row, np.asarray(prompt)] = True
     return seen
+
+
+def end_id_rows(end_ids: Sequence[int], batch: int) -> np.ndarray:
+    """End tokens of B equal sequences, int32 [B, E], filled up with -1.
+
+    E is a multiple of 4: not every number of end tokens is compiled anew.
+    """
+    width = 4 * max(1, -(-len(end_ids) // 4))
+    rows = np.full((batch, width), -1, np.int32)
+    rows[:, : len(end_ids)] = end_ids
+    return rows
 
 
 def encode_prompt(

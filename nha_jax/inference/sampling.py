@@ -99,7 +99,7 @@ def choose_tokens(
     logits: Float[Array, "B V"],
     sampling: SamplingArrays,
     number: Int[Array, " B"],
-    seen: Bool[Array, "B V"] | None,
+    seen: Bool[Array, "B V"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Chooses the next token of each sequence.
 
@@ -107,15 +107,14 @@ def choose_tokens(
         logits: float32 logits of the model.
         sampling: the sequences' settings.
         number: how many tokens of each sequence were chosen before this one.
-        seen: which tokens stand in the prompt or were chosen; None where no sequence has a penalty.
+        seen: which tokens stand in the prompt or were chosen before.
 
     Returns:
         (ids int32, natural log of the probability that the model's own softmax gives to each:
         before penalty, temperature and filters).
     """
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    if seen is not None:
-        logits = _penalized(logits, seen, sampling.repetition_penalty)
+    logits = _penalized(logits, seen, sampling.repetition_penalty)
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def sample() -> Int[Array, " B"]:

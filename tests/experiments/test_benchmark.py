@@ -14,6 +14,7 @@ import pytest
 
 from experiments.benchmarking import decode, operator, timing
 from nha_jax.ops import api
+from tests.experiments.tiny_checkpoint import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).parents[2]
 CASE = operator.Case(
@@ -33,7 +34,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "experiments.benchmark", *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | QUICK_TO_COMPILE,
         capture_output=True,
         text=True,
         check=False,

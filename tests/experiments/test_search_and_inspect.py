@@ -1,6 +1,7 @@
 """`experiments.search_windows` and `experiments.inspect` on a checkpoint: files and resuming."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from experiments.command_line import load_config
 from nha_jax.configuration import from_mapping
 from nha_jax.ops.windows import format_windows
 from nha_jax.training.config import RunConfig
-from tests.experiments.tiny_checkpoint import MODEL, save_checkpoint
+from tests.experiments.tiny_checkpoint import MODEL, QUICK_TO_COMPILE, save_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,6 +36,7 @@ def _run(name: str, *flags: str, code: int = 0) -> subprocess.CompletedProcess[s
     run = subprocess.run(
         [sys.executable, "-m", f"experiments.{name}", *flags],
         cwd=REPOSITORY,
+        env=os.environ | QUICK_TO_COMPILE,
         capture_output=True,
         text=True,
         check=False,

@@ -26,6 +26,11 @@ MODEL = NHAConfig(
     dtype="float32",
 )
 
+# For programs that tests start: compiling is most of what they take.
+QUICK_TO_COMPILE = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+}
+
 
 def save_checkpoint(workdir: Path, data: dict[str, Any] | None = None) -> Path:
     """Writes step 1 of a run with such a model into `workdir/checkpoints`; returns `workdir`."""

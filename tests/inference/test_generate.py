@@ -79,8 +79,11 @@ def test_a_sequence_does_not_depend_on_its_mates_or_its_place(params, greedy):
     assert [g.tokens for g in mixed] == [g.tokens for g in turned[::-1]]
     assert mixed[1].tokens == greedy[1].tokens
     assert mixed[0].tokens != greedy[0].tokens
-    (alone,) = generate(MODEL, params, PROMPTS[:1], max_tokens=TOKENS, sampling=SAMPLED)
-    assert alone.tokens == mixed[0].tokens
+    others = [*prompts_of([3, 11], seed=5, vocab_size=256), PROMPTS[0]]
+    among_others = generate(
+        MODEL, params, others, max_tokens=TOKENS, sampling=[GREEDY, GREEDY, SAMPLED]
+    )
+    assert among_others[2].tokens == mixed[0].tokens
 
 
 def test_end_tokens_end_a_sequence_and_no_other(params, greedy):

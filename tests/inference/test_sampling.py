@@ -60,6 +60,8 @@ def test_filters_keep_what_they_say_side_by_side():
 
 def _choose(logits, settings, number=0, seen=None):
     numbers = np.full(len(settings), number, np.int32)
+    if seen is None:
+        seen = np.zeros(logits.shape, bool)
     return jax.jit(choose_tokens)(logits, SamplingArrays.of(settings), numbers, seen)
 
 
