@@ -1,6 +1,7 @@
 """`python -m experiments.generate` as a user meets it: text, files of prompts, kills, mistakes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
