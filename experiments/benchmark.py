@@ -5,6 +5,13 @@
 `op` times forward and forward+backward of the attention operator, in each implementation and at
 each length, beside the error against a float64 evaluation. Where an error is too large it prints
 no speed and exits with code 1. `--output FILE` writes the same as JSON.
+
+    python -m experiments.benchmark decode [--shape=llama3_8b] [--batches=1,16] ...
+
+`decode` times steps of decoding of a whole model with random weights: with the windows of the
+shape, with full attention in all layers, and with windows in all layers, beside the bytes of their
+states and the floor (weights and state moved once at the rate of a copy); then the attention of one
+windowed layer alone, and the engine against one prompt after the other.
 """
 
 import dataclasses
@@ -18,9 +25,10 @@ import jax
 from absl import flags
 
 from experiments import command_line, machine
-from experiments.benchmarking import operator
+from experiments.benchmarking import decode, operator
 from nha_jax.configuration import ConfigurationError
 from nha_jax.ops import api
+from nha_jax.ops import windows as windows_spec
 
 _FLAGS = flags.FLAGS
 
@@ -106,8 +114,94 @@ def _op() -> int:
     return 1 if any(measured.wrong() for measured in measurements) else 0
 
 
+def _define_decode_flags() -> None:
+    flags.DEFINE_enum("shape", None, list(decode.SHAPES), "Small on a CPU, llama3_8b on a GPU.")
+    flags.DEFINE_list("settings", ["hybrid", "full", "windowed"], "Windows to compare.")
+    flags.DEFINE_list("batches", None, "Sequences; 1,4 with the small shape, else 1,16.")
+    flags.DEFINE_list("contexts", None, "Tokens; 256,1024, or 4096,32768,131072.")
+    flags.DEFINE_list("attention_batches", None, "For attention alone; 4, or 64,256.")
+    flags.DEFINE_integer("engine_prompts", 16, "Prompts for the engine; 0 for none.", lower_bound=0)
+    flags.DEFINE_integer("engine_tokens", 32, "Tokens for each.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 5, "Calls of 16 steps that are timed.", lower_bound=1)
+    flags.DEFINE_string("implementation", None, "Of the operator; the best unless given.")
+    flags.DEFINE_string("output", None, "JSON file to write.")
+
+
+def _decode() -> int:
+    """Measures decoding; returns the exit code."""
+    on_gpu = machine.is_gpu(jax.devices()[0])
+    shape = _FLAGS.shape or ("llama3_8b" if on_gpu else "small")
+    small = shape == "small"
+    config = dataclasses.replace(decode.SHAPES[shape], implementation=_FLAGS.implementation)
+    for name in _FLAGS.settings:
+        if name not in decode.settings_of(config):
+            raise ConfigurationError(
+                f"--settings takes {', '.join(decode.settings_of(config))}, but found {name!r}."
+            )
+    sizes = {
+        name: [_parse_integer(name, text, 1) for text in _FLAGS[name].value or default.split(",")]
+        for name, default in (
+            ("batches", "1,4" if small else "1,16"),
+            ("contexts", "256,1024" if small else "4096,32768,131072"),
+            ("attention_batches", "4" if small else "64,256"),
+        )
+    }
+    if _FLAGS.output and not Path(_FLAGS.output).parent.is_dir():
+        raise ConfigurationError(f"The folder of --output {_FLAGS.output} does not exist.")
+    head = _describe_machine()
+    bandwidth = decode.copy_bandwidth(2**30 if on_gpu else 2**27, rounds=_FLAGS.rounds)
+    print(f"{head['device']}; {head['cores']} CPU cores; jax {head['versions']['jax']}")
+    windows = windows_spec.format_windows(config.layer_windows)
+    print(f"{shape}, {config.dtype}, windows {windows}; a copy moves {bandwidth / 1e9:,.1f} GB/s")
+    params = decode.random_params(config)
+    print(decode.header(), flush=True)
+    measurements = decode.measure(
+        config,
+        params,
+        settings=_FLAGS.settings,
+        batches=sizes["batches"],
+        contexts=sizes["contexts"],
+        rounds=_FLAGS.rounds,
+        on_measured=lambda one: print(decode.line(one, bandwidth), flush=True),
+    )
+    print("\n".join(decode.comparisons(measurements)))
+    attention = decode.measure_attention(config, sizes["attention_batches"], rounds=_FLAGS.rounds)
+    for one in attention:
+        rate = one.moved_bytes / one.seconds
+        print(
+            f"attention of a windowed layer, batch {one.batch}: {1e6 * one.seconds:,.1f} us a "
+            f"step, {rate / 1e9:,.1f} GB/s, {rate / bandwidth:.1%} of the copy"
+        )
+    engine: dict[str, float] = {}
+    if _FLAGS.engine_prompts:
+        engine = decode.measure_engine(
+            config,
+            params,
+            prompts=_FLAGS.engine_prompts,
+            num_sequences=min(16, _FLAGS.engine_prompts),
+            tokens=_FLAGS.engine_tokens,
+        )
+        rates = ", ".join(f"{name} {rate:,.0f} tokens/s" for name, rate in engine.items())
+        print(f"{_FLAGS.engine_prompts} prompts, {_FLAGS.engine_tokens} tokens each: {rates}")
+    if _FLAGS.output:
+        result = {
+            "machine": head,
+            "shape": shape,
+            "windows": windows,
+            "copy_bytes_per_second": bandwidth,
+            "measurements": [dataclasses.asdict(one) for one in measurements],
+            "attention": [dataclasses.asdict(one) for one in attention],
+            "engine_tokens_per_second": engine,
+        }
+        Path(_FLAGS.output).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 # By name: what defines the flags, and what runs.
-_SUBJECTS: dict[str, tuple[Callable[[], None], Callable[[], int]]] = {"op": (_define_op_flags, _op)}
+_SUBJECTS: dict[str, tuple[Callable[[], None], Callable[[], int]]] = {
+    "op": (_define_op_flags, _op),
+    "decode": (_define_decode_flags, _decode),
+}
 
 
 def main(argv: list[str]) -> None:

@@ -115,11 +115,13 @@ class DecoderLayer(nn.Module):
         state: AttentionState | None = None,
         return_state: bool = False,
         return_statistics: bool = False,
+        return_traces: bool = False,
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
         """Applies the layer.
 
         Returns:
-            The residual stream and a dictionary with "state" and "statistics" where asked for.
+            The residual stream and a dictionary with "state", "statistics" and "traces" where asked
+            for.
         """
         config = self.config
         norm = functools.partial(
@@ -136,6 +138,7 @@ class DecoderLayer(nn.Module):
             state=state,
             return_state=return_state,
             return_statistics=return_statistics,
+            return_traces=return_traces,
         )
         attended, *extra = results if isinstance(results, tuple) else (results,)
         x = nn.with_logical_constraint(x + attended, ("batch", "length", "embed"))
@@ -150,6 +153,7 @@ class DecoderLayer(nn.Module):
         x = x + feed_forward(norm(name="feed_forward_norm")(x))
         x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
         names = ["state"] * return_state + ["statistics"] * return_statistics
+        names += ["traces"] * return_traces
         return x, dict(zip(names, extra, strict=True))
 
 
@@ -176,6 +180,8 @@ class NHALanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         return_state: bool = False,
         return_statistics: bool = False,
+        return_traces: bool = False,
+        logits_at: Int[Array, "B R"] | None = None,
     ) -> Any:
         """Computes the logits of the token after each token.
 
@@ -194,10 +200,14 @@ class NHALanguageModel(nn.Module):
             return_statistics: also return a dictionary of float32 arrays [L], means over real
                 tokens and heads: "slot_share" (mass of the softmax on slots), "log_gate_mean",
                 "retention".
+            return_traces: also return a dictionary of what each layer's memories do at every token:
+                "slot_share" [L, B, T, N] and "log_gate" [L, B, T, K, M], float32.
+            logits_at: places in each row, from 0 to T - 1, after which logits are wanted; None for
+                all. A long prompt wants one of them, and all would take more memory than all else.
 
         Returns:
-            Logits [B, T, vocab_size] in float32 (or a tuple of them, then the state, then the
-            statistics, as asked for).
+            Logits [B, T, vocab_size] in float32, or [B, R, vocab_size] with `logits_at` (or a tuple
+            of them, then the state, the statistics and the traces, as asked for).
 
         Raises:
             ValueError: tokens, windows or the state do not fit the configuration.
@@ -213,6 +223,15 @@ class NHALanguageModel(nn.Module):
                 f"segment_ids has shape {segment_ids.shape}, but must be that of tokens, "
                 f"{tokens.shape}."
             )
+        if logits_at is not None and (
+            logits_at.ndim != 2
+            or logits_at.shape[0] != tokens.shape[0]
+            or not jnp.issubdtype(logits_at.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"logits_at has shape {logits_at.shape} and dtype {logits_at.dtype}, but must be "
+                f"integers [B, R] with B = {tokens.shape[0]}."
+            )
         _check_vocabulary(tokens, segment_ids, config.vocab_size)
         if segment_ids is not None:
             # Padding may be marked with an id outside the vocabulary.
@@ -227,9 +246,18 @@ class NHALanguageModel(nn.Module):
         )
         x = jnp.take(embedding, tokens, axis=0).astype(dtype)
         x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-        x, next_state, statistics = self._run_layers(
-            x, segment_ids, positions, windows, state, return_state, return_statistics
+        x, outputs = self._run_layers(
+            x,
+            segment_ids,
+            positions,
+            windows,
+            state,
+            return_state=return_state,
+            return_statistics=return_statistics,
+            return_traces=return_traces,
         )
+        if logits_at is not None:
+            x = jnp.take_along_axis(x, logits_at[..., None], axis=1)
         x = RMSNorm(
             epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, name="final_norm"
         )(x)
@@ -250,10 +278,9 @@ class NHALanguageModel(nn.Module):
         )
         logits = nn.with_logical_constraint(logits, ("batch", "length", "vocab"))
         returned: list[Any] = [logits]
-        if return_state:
-            returned.append(next_state)
-        if return_statistics:
-            returned.append(statistics)
+        names = ["state"] * return_state + ["statistics"] * return_statistics
+        names += ["traces"] * return_traces
+        returned += [outputs[name] for name in names]
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def init_state(
@@ -307,10 +334,17 @@ class NHALanguageModel(nn.Module):
         positions: jax.Array | None,
         windows: Any,
         state: LanguageModelState | None,
+        *,
         return_state: bool,
         return_statistics: bool,
-    ) -> tuple[jax.Array, LanguageModelState | None, dict[str, jax.Array] | None]:
-        """Runs all layers in the way that fits the windows and the state."""
+        return_traces: bool,
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Runs all layers in the way that fits the windows and the state.
+
+        Returns:
+            The residual stream and a dictionary with "state", and with "statistics" and "traces"
+            stacked over the layers, where asked for.
+        """
         config = self.config
         length = x.shape[1]
         static: tuple[Window, ...] | None = None
@@ -350,6 +384,7 @@ class NHALanguageModel(nn.Module):
                     state=state,
                     return_state=return_state and data_window is None,
                     return_statistics=return_statistics,
+                    return_traces=return_traces,
                 )
 
             if config.remat != "none":
@@ -363,20 +398,20 @@ class NHALanguageModel(nn.Module):
             data = windows_array(static) if static else jnp.asarray(windows, jnp.int32)
             scanned, stacked = scan_layers(layer, x, data, apply_layer)
             if static is None or not (return_state or state is not None):
-                return scanned, None, stacked.get("statistics")
+                return scanned, stacked
         states = None if state is None else state.layers
         if states is not None and length == 1:
             x, outputs = run_layers_unrolled(layer, x, static, apply_layer, states)
         else:
             x, outputs = run_layers(layer, x, static, apply_layer, states)
-        next_state = statistics = None
+        results: dict[str, Any] = {}
+        for name in ("statistics", "traces"):
+            if name in outputs[0]:
+                each = [output[name] for output in outputs]
+                results[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
         if return_state:
-            next_state = LanguageModelState(tuple(output["state"] for output in outputs))
-        if return_statistics:
-            statistics = jax.tree.map(
-                lambda *leaves: jnp.stack(leaves), *(output["statistics"] for output in outputs)
-            )
-        return x, next_state, statistics
+            results["state"] = LanguageModelState(tuple(output["state"] for output in outputs))
+        return x, results
 
     def _check_windows_array(
         self, windows: Any, state: LanguageModelState | None, return_state: bool

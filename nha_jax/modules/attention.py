@@ -129,6 +129,7 @@ class NativeHybridAttention(nn.Module):
         return_state: bool = False,
         return_slot_share: bool = False,
         return_statistics: bool = False,
+        return_traces: bool = False,
     ) -> Any:
         """Attends from every token to its segment's past.
 
@@ -148,10 +149,13 @@ class NativeHybridAttention(nn.Module):
             return_slot_share: also return the share of each query's softmax that fell on slots.
             return_statistics: also return the means over real tokens of slot_share, log_gate and
                 retention, as scalars.
+            return_traces: also return a dictionary of what the memories do at every token:
+                "slot_share" [B, T, N] and "log_gate" [B, T, K, M], float32.
 
         Returns:
             [B, T, D] in the dtype of the computation, zero where padded (or a tuple of it and what
-            else was asked for, in the order state, slot_share [B, T, N] float32, statistics).
+            else was asked for, in the order state, slot_share [B, T, N] float32, statistics,
+            traces).
 
         Raises:
             ValueError: a field or an argument is invalid; the message names it.
@@ -196,7 +200,7 @@ class NativeHybridAttention(nn.Module):
             "segment_ids": segment_ids,
             "empty_slots": self.empty_slots,
             "implementation": self.implementation,
-            "return_slot_share": return_slot_share or return_statistics,
+            "return_slot_share": return_slot_share or return_statistics or return_traces,
         }
         split = None
         if state is None and not return_state:
@@ -240,6 +244,8 @@ class NativeHybridAttention(nn.Module):
             returned.append(slot_share)
         if return_statistics:
             returned.append(_statistics(slot_share, log_gate, segment_ids))
+        if return_traces:
+            returned.append({"slot_share": slot_share, "log_gate": log_gate})
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def init_state(

@@ -71,7 +71,8 @@ def step_token(
     wide = jnp.promote_types(token.query.dtype, jnp.float32)
     capacity = state.window_key.shape[0]  # no batch axis here
     num_kv_heads, num_slots = token.log_gate.shape
-    restart = token.segment_id != state.segment_id
+    is_token = token.segment_id > 0  # padding is a no-op
+    restart = is_token & (token.segment_id != state.segment_id)
     number = jnp.where(restart, 0, state.length)  # this token's number in its segment
     slot_key = jnp.where(restart, 0, state.slot_key).astype(wide)
     slot_value = jnp.where(restart, 0, state.slot_value).astype(wide)
@@ -80,7 +81,7 @@ def step_token(
     has_left = jnp.zeros((), bool)
     if window is not None:
         leaving = number - window  # with W = 0 the token leaves as it comes
-        has_left = leaving >= 0
+        has_left = is_token & (leaving >= 0)
 
         def leaving_row(rows, current):
             if capacity == 0:
@@ -96,11 +97,13 @@ def step_token(
         slot_key = jnp.where(has_left, retention * slot_key + strength * key, slot_key)
         slot_value = jnp.where(has_left, retention * slot_value + strength * value, slot_value)
 
-    # Short-term memory: the token enters the window.
+    # Short-term memory: the token enters the window. Padding is written to a row that is not there:
+    # choosing between whole arrays afterwards would copy them, and a step would not be in place.
     def enter(rows, new):
         if rows.shape[0] == 0:
             return rows
-        return rows.at[number % rows.shape[0]].set(new.astype(rows.dtype))
+        row = jnp.where(is_token, number % rows.shape[0], rows.shape[0])
+        return rows.at[row].set(new.astype(rows.dtype), mode="drop")
 
     new_state = dataclasses.replace(
         state,
@@ -110,8 +113,8 @@ def step_token(
         window_slot_key=enter(state.window_slot_key, token.slot_key),
         window_value=enter(state.window_value, token.value),
         window_log_gate=enter(state.window_log_gate, token.log_gate),
-        length=number + 1,
-        segment_id=token.segment_id,
+        length=jnp.where(is_token, number + 1, state.length),
+        segment_id=jnp.where(is_token, token.segment_id, state.segment_id),
     )
     # The number of the token in each row: the largest one up to `number` that belongs there.
     row_number = number - (number - jnp.arange(capacity)) % max(capacity, 1)
@@ -144,9 +147,6 @@ def step_token(
         # Under jit a state that is full cannot raise; its outputs must not look right either.
         out = jnp.where(number >= capacity, jnp.nan, out)
 
-    # Padding is a no-op.
-    is_token = token.segment_id > 0
-    new_state = jax.tree.map(lambda new, old: jnp.where(is_token, new, old), new_state, state)
     out = jnp.where(is_token, out.reshape(token.query.shape[0], -1), 0)
     return new_state, (out, jnp.where(is_token, slot_share.reshape(-1), 0))
 

@@ -85,6 +85,27 @@ def parse_window(entry: object) -> Window:
     return None if value == FULL else value
 
 
+def parse_window_choices(choices: "str | int | None | Sequence[object]") -> tuple[Window, ...]:
+    """Reads windows to choose from, for each layer by itself.
+
+    Args:
+        choices: a string such as "16,64,full", one number, or a list or tuple of what
+            `parse_window` reads; None for no choice at all.
+
+    Returns:
+        The windows in the order given, none of them twice.
+
+    Raises:
+        ValueError: one of them is no window.
+    """
+    if choices is None:
+        return ()
+    entries = choices.split(",") if isinstance(choices, str) else choices
+    if not isinstance(entries, Sequence):
+        entries = (entries,)
+    return tuple(dict.fromkeys(parse_window(entry) for entry in entries))
+
+
 def _parse_string(spec: str, num_layers: int) -> tuple[Window, ...]:
     first, *rest = [part.strip() for part in spec.split(",")]
     if "@" in first:

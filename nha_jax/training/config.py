@@ -6,6 +6,7 @@ from typing import Any
 from nha_jax.configuration import ConfigurationError, changed_fields
 from nha_jax.data.config import DataConfig
 from nha_jax.models.config import NHAConfig
+from nha_jax.ops.windows import Window, parse_window_choices
 from nha_jax.training.checkpoint import CheckpointConfig
 from nha_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from nha_jax.training.sharding import MeshConfig
@@ -28,6 +29,9 @@ class TrainConfig:
         peak_flops: peak floating point operations a second of one device, for the share of it that
             the model uses ("mfu"); None takes it from a table of known devices and leaves it out
             for others.
+        random_windows: windows to draw from, such as "16,64,full", anew for every step and every
+            layer by itself, which makes a model fit for other windows than `model.windows`; None
+            trains with `model.windows`. Evaluations always use `model.windows`.
     """
 
     steps: int
@@ -38,6 +42,7 @@ class TrainConfig:
     log_every_steps: int = 10
     tensorboard: bool = True
     peak_flops: float | None = None
+    random_windows: str | int | tuple[int | str | None, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "microbatches", "max_skipped_in_a_row", "log_every_steps"):
@@ -49,6 +54,18 @@ class TrainConfig:
             raise ValueError(f"z_loss must be 0 or more, found {self.z_loss}.")
         if self.peak_flops is not None and self.peak_flops <= 0:
             raise ValueError(f"peak_flops must be None or greater than 0, found {self.peak_flops}.")
+        try:
+            choices = parse_window_choices(self.random_windows)
+        except ValueError as error:
+            raise ValueError(f"random_windows: {error}") from error
+        # In one form, however it was given, so that a restart finds it unchanged.
+        written = ",".join("full" if window is None else str(window) for window in choices)
+        object.__setattr__(self, "random_windows", written or None)
+
+    @property
+    def window_choices(self) -> tuple[Window, ...]:
+        """The windows to draw from; empty where none are drawn."""
+        return parse_window_choices(self.random_windows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +138,13 @@ _CHANGEABLE = (
     "config.train.log_every_steps",
     "config.train.tensorboard",
     "config.train.peak_flops",
+    "config.train.random_windows",
     "config.evaluation.",
     "config.checkpoint.",
     "config.mesh.",
 )
 # Of these the next steps depend, so a change is allowed but never silent.
-_CHANGES_RESULT = ("config.optimizer.", "config.train.z_loss")
+_CHANGES_RESULT = ("config.optimizer.", "config.train.z_loss", "config.train.random_windows")
 
 
 def check_resumable(

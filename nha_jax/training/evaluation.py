@@ -14,19 +14,24 @@ from jaxtyping import Array, Int
 from nha_jax.training.sharding import put_batch
 from nha_jax.training.step import loss_sums
 
-EvaluationStep = Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]]
+EvaluationStep = Callable[..., dict[str, jax.Array]]
 
 
 def make_evaluation_step(model: nn.Module, byte_lengths: Int[Array, " V"]) -> EvaluationStep:
     """Returns a pure function (params, batch) -> sums over the batch's targets, to be jitted.
+
+    It takes windows of the layers as a third argument, an int32 array [L], so that one compiled
+    program serves all settings; without it the model's own are used.
 
     Args:
         model: a language model.
         byte_lengths: bytes that each token id stands for.
     """
 
-    def evaluation_step(params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        _, sums = loss_sums(model, params, batch, byte_lengths)
+    def evaluation_step(
+        params: Any, batch: dict[str, jax.Array], windows: Int[Array, " L"] | None = None
+    ) -> dict[str, jax.Array]:
+        _, sums = loss_sums(model, params, batch, byte_lengths, windows=windows)
         return {name: sums[name] for name in ("nats", "targets", "bytes")}
 
     return evaluation_step

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from nha_jax.configuration import to_mapping
 from nha_jax.data.pipeline import TextData, open_data
 from nha_jax.inference.generate import generate
+from nha_jax.inference.sampling import Sampling
 from nha_jax.models.language_model import count_parameters
 from nha_jax.ops.windows import format_windows
 from nha_jax.training.checkpoint import Checkpointer
@@ -329,16 +328,17 @@ class _Run:
         evaluation = self.config.evaluation
         if sample and evaluation.sample_tokens and jax.process_count() == 1:
             tokenizer = self.data.tokenizer
-            prompt = [tokenizer.bos_id, *tokenizer.encode(evaluation.sample_prompt)]
-            tokens = generate(
+            (sample_of_run,) = generate(
                 self.program.model,
                 state.params,
-                jnp.asarray([prompt], jnp.int32),
-                evaluation.sample_tokens,
-                jax.random.key(self.config.train.seed),
-                temperature=evaluation.sample_temperature,
+                [[tokenizer.bos_id, *tokenizer.encode(evaluation.sample_prompt)]],
+                max_tokens=evaluation.sample_tokens,
+                sampling=Sampling(
+                    temperature=evaluation.sample_temperature, seed=self.config.train.seed
+                ),
+                end_ids=(),
             )
-            text = tokenizer.decode(np.asarray(tokens)[0].tolist())
+            text = tokenizer.decode(sample_of_run.tokens)
             self.progress.message(f"sample:\n{evaluation.sample_prompt}{printable(text)}")
         for line in read_metrics(self.metrics.path, "validation"):
             if line["step"] == step:

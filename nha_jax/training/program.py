@@ -26,7 +26,14 @@ from nha_jax.training.sharding import (
     replicated,
     state_shardings,
 )
-from nha_jax.training.step import TrainState, TrainStep, init_train_state, make_train_step, unbox
+from nha_jax.training.step import (
+    TrainState,
+    TrainStep,
+    init_train_state,
+    make_train_step,
+    make_window_draw,
+    unbox,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +192,9 @@ def build_program(config: RunConfig, mesh: Mesh, byte_lengths: np.ndarray) -> Pr
         jnp.asarray(lengths),
         microbatches=config.train.microbatches,
         z_loss=config.train.z_loss,
+        draw_windows=make_window_draw(choices, config.model.num_layers, config.train.seed)
+        if (choices := config.train.window_choices)
+        else None,
     )
     evaluation_step = make_evaluation_step(model, jnp.asarray(lengths))
     return Program(

@@ -1,6 +1,6 @@
 """The loss and one optimizer step: accumulation by tokens, no update from a bad gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -11,10 +11,13 @@ from flax import struct
 from flax.core import meta
 from jaxtyping import Array, Float, Int
 
+from nha_jax.ops.windows import Window, windows_array
+
 Batch = dict[str, jax.Array]
 # Arrays, and for the statistics of the model a dictionary of arrays.
 Metrics = dict[str, Any]
 TrainStep = Callable[["TrainState", Batch], tuple["TrainState", Metrics]]
+WindowDraw = Callable[[jax.Array], jax.Array]
 
 
 @struct.dataclass
@@ -80,6 +83,7 @@ def loss_sums(
     byte_lengths: Int[Array, " V"],
     *,
     z_loss: float = 0.0,
+    windows: Int[Array, " L"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Returns the loss of a batch as a sum over its tokens.
 
@@ -92,6 +96,8 @@ def loss_sums(
         batch: int32 arrays [B, T] "tokens", "targets", "segment_ids", "positions" and "loss_mask".
         byte_lengths: bytes that each token id stands for.
         z_loss: weight of the squared log-sum-exp of the logits.
+        windows: windows of the layers as data, as from `nha_jax.ops.windows.windows_array`; None
+            for the model's.
 
     Returns:
         The sum to be differentiated, and sums "nats", "z_loss", "targets", "bytes" and "tokens"
@@ -102,6 +108,7 @@ def loss_sums(
         batch["tokens"],
         segment_ids=batch["segment_ids"],
         positions=batch["positions"],
+        windows=windows,
         return_statistics=True,
     )
     nats, log_normalizer = cross_entropy(logits, batch["targets"])
@@ -141,6 +148,7 @@ def accumulate_gradients(
     *,
     microbatches: int = 1,
     z_loss: float = 0.0,
+    windows: Int[Array, " L"] | None = None,
 ) -> tuple[Any, Metrics]:
     """Returns the gradient of a batch's mean loss over its targets, and the sums of `loss_sums`.
 
@@ -153,11 +161,12 @@ def accumulate_gradients(
             changes the memory needed and not the result (but for rounding), because what is added
             up are sums over tokens, divided once by the number of targets of the whole batch.
         z_loss: weight of the squared log-sum-exp of the logits.
+        windows: windows of the layers as data; None for the model's.
     """
 
     def gradient(part: Batch) -> tuple[Any, Metrics]:
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            return loss_sums(model, params, part, byte_lengths, z_loss=z_loss)
+            return loss_sums(model, params, part, byte_lengths, z_loss=z_loss, windows=windows)
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -176,6 +185,26 @@ def accumulate_gradients(
     return jax.tree.map(lambda leaf: leaf / targets.astype(leaf.dtype), gradients), sums
 
 
+def make_window_draw(choices: Sequence[Window], num_layers: int, seed: int) -> WindowDraw:
+    """Returns a function that draws a window for each layer, from the number of a step.
+
+    The same step of the same seed draws the same windows, in a resumed run too, and every layer
+    draws by itself. The windows are data: all steps are one compiled program.
+
+    Args:
+        choices: the windows to draw from, each as likely as the others.
+        num_layers: number of layers (L).
+        seed: seed of the run.
+    """
+    valid = windows_array(choices)
+
+    def draw(step: Int[Array, ""]) -> Int[Array, " L"]:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return valid[jax.random.randint(key, (num_layers,), 0, len(choices))]
+
+    return draw
+
+
 def make_train_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
@@ -184,8 +213,11 @@ def make_train_step(
     *,
     microbatches: int = 1,
     z_loss: float = 0.0,
+    draw_windows: WindowDraw | None = None,
 ) -> TrainStep:
     """Returns a pure function (state, batch) -> (state, metrics), to be jitted and donated to.
+
+    With `draw_windows`, as from `make_window_draw`, the step takes windows of its own.
 
     Where the loss or the global norm of the gradient is not finite (a norm beyond float32
     included), the step changes nothing but `step`, `skipped` and `skipped_in_a_row`: parameters,
@@ -193,12 +225,20 @@ def make_train_step(
 
     The metrics are scalars and arrays [L], all float32 or int32: "loss" (mean nats of a target),
     "z_loss", "bits_per_byte", "gradient_norm" (before the clip), "learning_rate", "targets",
-    "tokens", "skipped", "skipped_in_a_row", and one entry for each statistic of the model.
+    "tokens", "skipped", "skipped_in_a_row", one entry for each statistic of the model, and
+    "windows" where they are drawn.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        windows = None if draw_windows is None else draw_windows(state.step)
         gradients, sums = accumulate_gradients(
-            model, state.params, batch, byte_lengths, microbatches=microbatches, z_loss=z_loss
+            model,
+            state.params,
+            batch,
+            byte_lengths,
+            microbatches=microbatches,
+            z_loss=z_loss,
+            windows=windows,
         )
         targets = jnp.maximum(sums["targets"], 1.0)
         loss = sums["nats"] / targets
@@ -224,6 +264,8 @@ def make_train_step(
             "skipped": skipped,
             "skipped_in_a_row": skipped_in_a_row,
         }
+        if windows is not None:
+            metrics["windows"] = windows
         tokens = jnp.maximum(sums["tokens"], 1.0)
         metrics |= {name: total / tokens for name, total in sums["statistics"].items()}
         new_state = TrainState(

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.benchmarking import operator, timing
+from experiments.benchmarking import decode, operator, timing
 from nha_jax.ops import api
+from tests.experiments.tiny_checkpoint import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).parents[2]
 CASE = operator.Case(
@@ -33,7 +34,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "experiments.benchmark", *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | QUICK_TO_COMPILE,
         capture_output=True,
         text=True,
         check=False,
@@ -77,8 +78,8 @@ def test_ratios_of_lengths_and_implementations() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "benchmark takes a subject first (op), but found none."),
-        (["ops"], "benchmark takes a subject first (op), but found 'ops'."),
+        ([], "benchmark takes a subject first (op, decode), but found none."),
+        (["ops"], "benchmark takes a subject first (op, decode), but found 'ops'."),
         (["op", "--lengths=64,0"], "--lengths takes integers from 1, but found '0'."),
         (["op", "--heads=3", "--kv_heads=2"], "--heads must be a multiple of --kv_heads"),
         (["op", "--implementations=xla,flash"], "but found 'flash'."),
@@ -153,3 +154,42 @@ def test_medians_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = {"a": program("a", [99, 1, 5, 2]), "b": program("b", [99, 4, 4, 9])}
     assert timing.medians(programs, rounds=3) == {"a": 2, "b": 4}
     assert order == ["a", "b"] * 4
+
+
+def test_decode_command_prints_and_writes_every_measurement(tmp_path: Path) -> None:
+    run = _run(
+        "decode", "--shape=small", "--settings=hybrid,full", "--batches=2", "--contexts=256",
+        "--attention_batches=2", "--engine_prompts=2", "--engine_tokens=3", "--rounds=1",
+        f"--output={tmp_path / 'decode.json'}",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "decode.json").read_text())
+    hybrid, full = result["measurements"]
+    assert (hybrid["setting"], full["setting"]) == ("hybrid", "full")
+    assert hybrid["state_bytes"] < full["state_bytes"]
+    assert hybrid["moved_bytes"] < full["moved_bytes"]
+    assert min(hybrid["seconds"], full["seconds"], result["attention"][0]["seconds"]) > 0
+    assert set(result["engine_tokens_per_second"]) == {"one by one", "engine"}
+    assert "batch 2, context 256: hybrid has" in run.stdout
+
+
+def test_decode_comparisons_and_what_does_not_fit() -> None:
+    def one(setting: str, context: int, seconds: float | None) -> decode.Measurement:
+        size = {"hybrid": 100, "full": 800, "windowed": 10}[setting]
+        return decode.Measurement(setting, 16, context, size, 2000, seconds)
+
+    measurements = [
+        one("hybrid", 4, 1.0),
+        one("hybrid", 8, 1.0),
+        one("full", 4, 5.0),
+        one("full", 8, None),
+        one("windowed", 4, 1.0),
+        one("windowed", 8, 1.25),
+    ]
+    compared, flat = decode.comparisons(measurements)
+    assert "batch 16, context 4: hybrid has 5.00 times the tokens/s" in compared
+    assert compared.endswith("1/8.0 of its state")
+    assert "batch 16: windowed layers alone take 1.250 times as long" in flat
+    # The floor is 2000 bytes at 1000 bytes a second.
+    assert decode.line(measurements[2], 1000.0).split()[-3:] == ["2000.000", "ms", "40.0%"]
+    assert "does not fit" in decode.line(measurements[3], 1000.0)
