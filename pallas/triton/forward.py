@@ -1,0 +1,176 @@
+"""The output: one softmax over the slots and the window, a chunk of tokens and a head at a time."""
+
+import triton
+import triton.language as tl
+
+from pallas.triton.arithmetic import (
+    EMPTY,
+    LOG2E,
+    exact_collect,
+    exact_spread,
+    gates_of,
+    product,
+    product_onto,
+    rows_of,
+    store_rows,
+    summed,
+    write_strength,
+)
+
+
+@triton.jit
+def output(
+    query,
+    key,
+    value,
+    log_gate,
+    slot_query,
+    slot_key,
+    number,
+    window,
+    before,
+    left,
+    right,
+    middle,
+    exact,
+    T,
+    P,
+    out,
+    lse,
+    share,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SCALE: tl.constexpr,
+    SINK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Outputs of C tokens for HEADS heads of one group, rows (head, token).
+
+    Slot logits are scale * (carry_t SK . q_t + sum_j decay_tj s_j (q_t . k'_j)), window logits
+    scale * q_t . k_r over rows r of the window, walked through in blocks with a running maximum and
+    sum. `lse` is the base-2 log-sum-exp of all of them, `share` the mass on the slots.
+
+    Roofline (B=1, N=32, K=8, H=V=128, M=W=64, bf16, T=32768): reads both queries 537 MB, keys,
+    slot keys, values 201 MB, states 134 MB, factors 67 MB, writes 268 MB: 1.21 GB, 0.29 ms at
+    4.2 TB/s; 2 T N (2 H M + 2 V M + 2 C (H + V) + 4 C M) = 172 GFLOP, 0.25 ms at 700 TFLOP/s.
+    """
+    head = tl.program_id(0) * HEADS
+    chunk = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    k = head // (N // K)
+    w = tl.load(window)
+    reads_slots = tl.load(window + 1)
+    r = tl.arange(0, HEADS * C)
+    place = r % C
+    t = chunk * C + place
+    j = tl.arange(0, C)
+    n = tl.load(number + b * T + t, mask=t < T, other=-1)
+    is_token = n >= 0
+    query_row = (b * T + t) * N + head + r // C
+
+    top = tl.full([HEADS * C], EMPTY, tl.float32)
+    total = tl.zeros([HEADS * C], tl.float32)
+    slot_total = tl.zeros([HEADS * C], tl.float32)
+    acc = tl.zeros([HEADS * C, BLOCK_V], tl.float32)
+    if SLOTS:
+        nj = tl.load(number + b * T + chunk * C + j, mask=chunk * C + j < T, other=-1)
+        leaves = nj >= w
+        segment_j = tl.cumsum((nj == 0).to(tl.int32), 0)
+        # The segment of a row: how many restarts stand at or before its token.
+        restarts = (nj == 0)[None, :] & (j[None, :] <= place[:, None])
+        segment_t = tl.sum(restarts.to(tl.int32), 1)
+        write_row = (b * (T + P) + chunk * C + j + P - w) * K + k
+        pairs = (segment_t[:, None] == segment_j[None, :]) & (j[None, :] <= place[:, None])
+
+        q = rows_of(slot_query, query_row, is_token, H, BLOCK_H)
+        keys = rows_of(slot_key, write_row, leaves, H, BLOCK_H)
+        products = tl.where(pairs, product(q, tl.trans(keys), PRECISION), 0.0)
+        state = (b * tl.num_programs(1) + chunk) * K + k
+        m = tl.arange(0, BLOCK_M)
+        state_row = state * M + m
+        column_h = tl.arange(0, BLOCK_H)
+        mask_h = (m < M)[:, None] & (column_h < H)[None, :]
+        at = before + state_row[:, None] * (H + V)
+        slot_keys = tl.load(at + column_h[None, :], mask=mask_h, other=0.0)
+        carried = product(q, tl.trans(slot_keys), PRECISION)
+        reads_carry = (segment_t == 0).to(tl.float32)[:, None]
+        is_exact = tl.load(exact + state) != 0
+        if is_exact:
+            g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
+            strength = tl.where(leaves[:, None], write_strength(g), 0.0)
+            carry = reads_carry * tl.exp(summed(j[None, :] <= place[:, None], g))
+            logits = exact_spread(products, g, strength, place, C, LEVELS, PRECISION)
+            logits += carry * carried
+        else:
+            writers = rows_of(left, (b * T + chunk * C + j) * K + k, leaves, M, BLOCK_M)
+            readers = rows_of(right, (b * T + t) * K + k, t < T, M, BLOCK_M).to(tl.float32)
+            half = tl.load(middle + state_row, mask=m < M, other=0.0)
+            logits = carried * (reads_carry * half[None, :])
+            logits = product_onto(products, writers, logits, PRECISION) * readers
+        readable = is_token & ((n >= w) | SINK) & (reads_slots != 0)
+        readable = readable[:, None] & (m < M)[None, :]
+        logits = tl.where(readable, logits * (SCALE * LOG2E), EMPTY)
+        top = tl.max(logits, 1)
+        weights = tl.where(readable, tl.exp2(logits - top[:, None]), 0.0)
+        total = tl.sum(weights, 1)
+        slot_total = total
+        if is_exact:
+            g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
+            strength = tl.where(leaves[:, None], write_strength(g), 0.0)
+            carry = reads_carry * tl.exp(summed(j[None, :] <= place[:, None], g))
+            mixed = exact_collect(weights, g, strength, place, C, LEVELS, PRECISION)
+            weights = weights * carry
+        else:
+            writers = rows_of(left, (b * T + chunk * C + j) * K + k, leaves, M, BLOCK_M)
+            readers = rows_of(right, (b * T + t) * K + k, t < T, M, BLOCK_M).to(tl.float32)
+            half = tl.load(middle + state_row, mask=m < M, other=0.0)
+            weights = weights * readers
+            mixed = product(weights, tl.trans(writers), PRECISION)
+            weights = weights * (reads_carry * half[None, :])
+        mixed = tl.where(pairs, mixed, 0.0)
+        column_v = tl.arange(0, BLOCK_V)
+        mask_v = (m < M)[:, None] & (column_v < V)[None, :]
+        slot_values = tl.load(at + H + column_v[None, :], mask=mask_v, other=0.0)
+        acc = product(weights, slot_values, PRECISION)
+        values = rows_of(value, write_row, leaves, V, BLOCK_V)
+        acc = product_onto(mixed, values, acc, PRECISION)
+
+    reach = tl.minimum(n, w - 1)
+    sees = is_token & (reach >= 0)
+    first = t + P - reach
+    lowest = tl.min(tl.where(sees, first, T + P), 0)
+    end = tl.max(tl.where(sees, t + P + 1, 0), 0)
+    if lowest < end:
+        q = rows_of(query, query_row, is_token, H, BLOCK_H)
+        for start in range(lowest, end, C):
+            key_row = start + j
+            inside = key_row < end
+            at_row = (b * (T + P) + key_row) * K + k
+            keys = rows_of(key, at_row, inside, H, BLOCK_H)
+            logits = product(q, tl.trans(keys), PRECISION) * (SCALE * LOG2E)
+            visible = (key_row[None, :] >= first[:, None]) & (key_row[None, :] <= (t + P)[:, None])
+            visible = visible & sees[:, None]
+            logits = tl.where(visible, logits, EMPTY)
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            weights = tl.where(visible, tl.exp2(logits - new_top[:, None]), 0.0)
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, 1)
+            slot_total = slot_total * rescale
+            values = rows_of(value, at_row, inside, V, BLOCK_V)
+            acc = product_onto(weights, values, acc * rescale[:, None], PRECISION)
+            top = new_top
+
+    safe = tl.where(total > 0, total, 1.0)
+    store_rows(out, query_row, t < T, acc / safe[:, None], V, BLOCK_V)
+    tl.store(lse + query_row, top + tl.log2(safe), mask=t < T)
+    tl.store(share + query_row, slot_total / safe, mask=t < T)
