@@ -2,87 +2,16 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas.triton import forward, states
-from pallas.triton.configs import KernelConfig, block, choose, precision
-from pallas.triton.launch import Shape, launch
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Static facts of one call.
-
-    Attributes:
-        scale: Factor on all logits.
-        sink: Whether empty slots take part as zeros.
-        slots: Whether slots exist at all: whether they are read or the final ones asked for.
-        with_slots: Whether the final slots are returned.
-        config: Tiles.
-    """
-
-    scale: float
-    sink: bool
-    slots: bool
-    with_slots: bool
-    config: KernelConfig
-
-
-class Inputs(NamedTuple):
-    """The differentiable arrays; letters as in `attention`."""
-
-    query: Float[Array, "B T N H"]
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K V"]
-    log_gate: Float[Array, "B S K M"]
-    slot_query: Float[Array, "B T N H"]
-    slot_key: Float[Array, "B S K H"]
-    initial_slots: Float[Array, "B K M HV"] | None
-
-
-class Memory(NamedTuple):
-    """The slots in chunks, as the forward pass leaves them for the gradients."""
-
-    before: Float[Array, "B n K M HV"]
-    kept: Float[Array, "B n K M"]
-    left: Float[Array, "B T K M"]
-    right: Float[Array, "B T K M"]
-    middle: Float[Array, "B n K M"]
-    exact: Int[Array, "B n K"]
-
-
-class Sizes(NamedTuple):
-    """All sizes of one call."""
-
-    B: int
-    T: int
-    P: int
-    N: int
-    K: int
-    H: int
-    V: int
-    M: int
-    chunks: int
-
-    @classmethod
-    def of(cls, inputs: Inputs, config: KernelConfig) -> "Sizes":
-        B, T, N, H = inputs.query.shape
-        S, K, V = inputs.value.shape[1:]
-        return cls(B, T, S - T, N, K, H, V, inputs.log_gate.shape[3], -(-T // config.chunk))
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Tile widths."""
-        return dict(BLOCK_H=block(self.H), BLOCK_V=block(self.V), BLOCK_M=block(self.M))
-
-
-def operand_dtype(dtype) -> Any:
-    """What states and decay factors are stored in: bfloat16 for such inputs, else float32."""
-    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+from pallas.triton.backward_call import backward
+from pallas.triton.calls import Inputs, Options
+from pallas.triton.configs import KernelConfig, choose
+from pallas.triton.forward_call import forward
 
 
 def attention(
@@ -155,127 +84,53 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, inputs: Inputs, number, window):
-    out, share, final, _ = _forward(options, inputs, number, window)
+    out, share, final, _ = _mapped(forward, options, window, inputs, number)
     return out, share, final
 
 
 def _attention_forward(options, inputs, number, window):
-    out, share, final, saved = _forward(options, inputs, number, window)
+    out, share, final, saved = _mapped(forward, options, window, inputs, number)
     return (out, share, final), (inputs, number, window, out, share, saved)
 
 
 def _attention_backward(options, residuals, cotangents):
-    raise NotImplementedError
+    inputs, number, window, out, share, saved = residuals
+    gradients = _mapped(
+        backward, options, window, inputs, number, out, share, saved, tuple(cotangents)
+    )
+    return gradients, None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _forward(options: Options, inputs: Inputs, number, window):
-    """Returns (out, share, final slots or None, (log-sum-exp, memory or None))."""
-    memory, final = None, None
-    if options.slots:
-        memory, final = _memory(options, inputs, number, window)
-    out, lse, share = _output(options, inputs, number, window, memory)
-    return out, share, final if options.with_slots else None, (lse, memory)
+def _mapped(function: Callable, options: Options, window, *arrays):
+    """Calls function(options, window, *arrays); under `vmap` the mapped axis joins the batch.
 
+    All arrays but `window` lead with the batch axis, results too. With a mapped window the calls run
+    one after another.
+    """
 
-def _memory(options: Options, inputs: Inputs, number, window):
-    """Slots before each chunk with all decay factors, and the final slots."""
-    config = options.config
-    size = Sizes.of(inputs, config)
-    kind = operand_dtype(inputs.query.dtype)
-    per_chunk = (size.B, size.chunks, size.K)
-    per_token = (size.B, size.T, size.K, size.M)
-    width = size.H + size.V
-    written, kept, left, right, middle, exact = launch(
-        states.contributions,
-        (size.K, size.chunks, size.B),
-        [inputs.slot_key, inputs.value, inputs.log_gate, number, window, size.T, size.P],
-        [
-            Shape((*per_chunk, size.M, width), kind),
-            Shape((*per_chunk, size.M), jnp.float32),
-            Shape(per_token, kind),
-            Shape(per_token, kind),
-            Shape((*per_chunk, size.M), jnp.float32),
-            Shape(per_chunk, jnp.int32),
-        ],
-        dict(
-            K=size.K,
-            H=size.H,
-            V=size.V,
-            M=size.M,
-            C=config.chunk,
-            BLOCK_M=block(size.M),
-            SLICE=min(128, max(block(size.H), block(size.V))),
-            LIMIT=config.limit,
-            PRECISION=precision(inputs.query.dtype),
-        ),
-        num_warps=config.warps,
-        num_stages=1,
-    )
-    initial = inputs.initial_slots
-    if initial is None:
-        initial = jnp.zeros((size.B, size.K, size.M, width), jnp.float32)
-    before, final = scan(written, kept, initial, config, reverse=False)
-    return Memory(before, kept, left, right, middle, exact), final
+    @jax.custom_batching.custom_vmap
+    def call(window, arrays):
+        return function(options, window, *arrays)
 
+    @call.def_vmap
+    def _(axis_size, in_batched, window, arrays):
+        window_batched, arrays_batched = in_batched
 
-def scan(written, kept, initial, config: KernelConfig, *, reverse: bool):
-    """The first-order scan over chunks: (state before each chunk, final state)."""
-    B, chunks, K, M, width = written.shape
-    return launch(
-        states.scan,
-        (-(-M * width // config.scan_block), K, B),
-        [written, kept, initial, chunks],
-        [Shape(written.shape, written.dtype), Shape(initial.shape, jnp.float32)],
-        dict(K=K, M=M, WIDTH=width, BLOCK=config.scan_block, REVERSE=reverse, STAGES=4),
-        num_warps=4,
-        num_stages=4,
-    )
+        def leading(batched, x):
+            return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
 
+        arrays = jax.tree.map(leading, arrays_batched, arrays)
+        if window_batched:
+            results = jax.lax.map(lambda xs: call(*xs), (window, arrays))
+        else:
+            merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+            results = call(window, merged)
+            results = jax.tree.map(
+                lambda x: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]), results
+            )
+        return results, jax.tree.map(lambda _: True, results)
 
-def _output(options: Options, inputs: Inputs, number, window, memory: Memory | None):
-    """(out, log-sum-exp, slot share)."""
-    config = options.config
-    size = Sizes.of(inputs, config)
-    if memory is None:  # pointers that the kernel does not look at
-        memory = Memory(*[number] * len(Memory._fields))
-    return launch(
-        forward.output,
-        (size.N // config.heads, size.chunks, size.B),
-        [
-            *inputs[:6],
-            number,
-            window,
-            memory.before,
-            memory.left,
-            memory.right,
-            memory.middle,
-            memory.exact,
-            size.T,
-            size.P,
-        ],
-        [
-            Shape((size.B, size.T, size.N, size.V), inputs.value.dtype),
-            Shape((size.B, size.T, size.N), jnp.float32),
-            Shape((size.B, size.T, size.N), jnp.float32),
-        ],
-        dict(
-            N=size.N,
-            K=size.K,
-            H=size.H,
-            V=size.V,
-            M=size.M,
-            C=config.chunk,
-            LEVELS=config.levels,
-            HEADS=config.heads,
-            SCALE=options.scale,
-            SINK=options.sink,
-            SLOTS=options.slots,
-            PRECISION=precision(inputs.query.dtype),
-            **size.blocks,
-        ),
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    return call(window, arrays)
