@@ -10,7 +10,9 @@ the middle of exactly one block, and
     exp(gates in (j, t]) = exp(gates in (j, middle)) * exp(gates in [middle, t]),
 
 both exponents being sums of the gates that are really passed, never a difference. Where all sums of
-a chunk are small, one reference in the middle of the sum serves all pairs at once (`fast`).
+a chunk are small, one reference in the middle of the sum serves all pairs at once: one level instead
+of log2(C) + 1. `contributions` decides by chunk and kv head and writes the factors; everything else
+walks through the levels that it finds.
 """
 
 import triton
@@ -21,6 +23,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 EMPTY = tl.constexpr(-1.0e30)
 # exp of this is 0 in float32; keeps sums of gates finite.
 LOWEST_GATE = tl.constexpr(-1.0e4)
+# Stands for a write strength of 0, so that a factor can be divided by it.
+LEAST_STRENGTH = tl.constexpr(1.0e-30)
 
 
 @triton.jit
@@ -117,51 +121,100 @@ def level_factor(log_gate, position, half, C: tl.constexpr):
 
 
 @triton.jit
-def in_right_half(position, half):
-    """Whether positions lie in the right half of their block of 2 * half positions."""
-    return position % (2 * half) >= half
+def level_half(level, is_exact, C: tl.constexpr):
+    """Positions of half a block at a level; C and more than one chunk where one level serves all."""
+    return tl.where(is_exact != 0, C >> (level + 1), C)
 
 
 @triton.jit
-def in_one_block(reader, writer, half):
-    """Mask [R, C]: reader and writer lie in one block of 2 * half positions."""
-    return (reader // (2 * half))[:, None] == (writer // (2 * half))[None, :]
+def level_pairs(t, j, level, is_exact, C: tl.constexpr, LEVELS: tl.constexpr):
+    """Mask [R, C] of the (reader, writer) pairs that a level serves, among those with j <= t.
+
+    The levels of an exact chunk serve blocks of C, C/2, .., 2 positions, reader right and writer left
+    of the middle, and at last, level LEVELS, each position itself.
+    """
+    half = level_half(level, is_exact, C)
+    block = tl.maximum(2 * half, 1)
+    near = (t // block)[:, None] == (j // block)[None, :]
+    across = (t % block >= half)[:, None] & (j % block < half)[None, :]
+    return near & (across | (is_exact == 0) | (level == LEVELS))
 
 
 @triton.jit
-def exact_spread(
-    products, log_gate, strength, t, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
+def left_slot(level, is_exact):
+    """Where a chunk's factors hold those of the writers at a level."""
+    return tl.where(is_exact != 0, level, 0)
+
+
+@triton.jit
+def right_slot(level, is_exact, LEVELS: tl.constexpr):
+    """Where a chunk's factors hold those of the readers at a level."""
+    return tl.where(is_exact != 0, tl.where(level < LEVELS, level, LEVELS + 1), 1)
+
+
+@triton.jit
+def factor_tile(
+    factors,
+    state,
+    slot,
+    position,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """sum_j products[t, j] * decay[t, j, m] * strength[j, m] for any gates: [R, C] -> [R, M]."""
-    j = tl.arange(0, C)
-    result = product(tl.where(t[:, None] == j[None, :], products, 0.0), strength, PRECISION)
-    half = C // 2
-    for _ in range(LEVELS):
-        left = level_factor(log_gate, j, half, C) * strength
-        left = tl.where(in_right_half(j, half)[:, None], 0.0, left)
-        right = level_factor(log_gate, t, half, C)
-        right = tl.where(in_right_half(t, half)[:, None], right, 0.0)
-        near = tl.where(in_one_block(t, j, half), products, 0.0)
-        result += right * product(near, left, PRECISION)
-        half = half // 2
-    return result
+    """One tile of decay factors of a chunk, [R, M]; slot LEVELS + 2 holds those of the carry."""
+    row = (state * (LEVELS + 3) + slot) * C + position
+    return rows_of(factors, row, position >= 0, M, BLOCK_M)
 
 
 @triton.jit
-def exact_collect(
-    weights, log_gate, strength, t, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
+def spread(
+    products,
+    factors,
+    state,
+    t,
+    is_exact,
+    onto,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """sum_m weights[t, m] * decay[t, j, m] * strength[j, m] for any gates: [R, M] -> [R, C]."""
+    """Onto + sum_j products[t, j] decay[t, j, m] s[j, m]: [R, C] -> [R, M]."""
     j = tl.arange(0, C)
-    result = product(weights, tl.trans(strength), PRECISION)
-    result = tl.where(t[:, None] == j[None, :], result, 0.0)
-    half = C // 2
-    for _ in range(LEVELS):
-        left = level_factor(log_gate, j, half, C) * strength
-        left = tl.where(in_right_half(j, half)[:, None], 0.0, left)
-        right = level_factor(log_gate, t, half, C)
-        right = tl.where(in_right_half(t, half)[:, None], right, 0.0)
+    for level in range(tl.where(is_exact != 0, LEVELS + 1, 1)):
+        slot = left_slot(level, is_exact)
+        left = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M)
+        slot = right_slot(level, is_exact, LEVELS)
+        right = factor_tile(factors, state, slot, t, M, C, LEVELS, BLOCK_M).to(tl.float32)
+        near = tl.where(level_pairs(t, j, level, is_exact, C, LEVELS), products, 0.0)
+        onto += right * product(near, left, PRECISION)
+    return onto
+
+
+@triton.jit
+def collect(
+    weights,
+    factors,
+    state,
+    t,
+    is_exact,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sum_m weights[t, m] decay[t, j, m] s[j, m]: [R, M] -> [R, C]; `spread` transposed."""
+    j = tl.arange(0, C)
+    result = tl.zeros([t.shape[0], C], tl.float32)
+    for level in range(tl.where(is_exact != 0, LEVELS + 1, 1)):
+        slot = left_slot(level, is_exact)
+        left = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M)
+        slot = right_slot(level, is_exact, LEVELS)
+        right = factor_tile(factors, state, slot, t, M, C, LEVELS, BLOCK_M).to(tl.float32)
         near = product(weights * right, tl.trans(left), PRECISION)
-        result += tl.where(in_one_block(t, j, half), near, 0.0)
-        half = half // 2
+        result += tl.where(level_pairs(t, j, level, is_exact, C, LEVELS), near, 0.0)
     return result

@@ -18,16 +18,19 @@ import triton
 import triton.language as tl
 
 from pallas.triton.arithmetic import (
+    LEAST_STRENGTH,
     LOG2E,
-    exact_collect,
-    exact_spread,
+    factor_tile,
     gates_of,
-    in_one_block,
-    in_right_half,
-    level_factor,
+    left_slot,
+    level_half,
+    level_pairs,
+    narrowed,
     product,
     product_onto,
+    right_slot,
     rows_of,
+    spread,
     store_rows,
     summed,
     write_strength,
@@ -43,9 +46,7 @@ def readers(
     number,
     window,
     before,
-    left,
-    right,
-    middle,
+    factors,
     exact,
     lse,
     delta,
@@ -93,7 +94,6 @@ def readers(
     n = tl.load(number + b * T + t, mask=t < T, other=-1)
     leaves = n >= w
     segment = tl.cumsum((n == 0).to(tl.int32), 0)
-    reads_carry = (segment == 0).to(tl.float32)[:, None]
     same = segment[:, None] == segment[None, :]
     pairs = same & (j[None, :] <= j[:, None])
     readable = (n >= 0) & ((n >= w) | SINK) & (reads_slots != 0)
@@ -110,110 +110,93 @@ def readers(
     mask_v = (m < M)[:, None] & (column_v < V)[None, :]
     slot_keys = tl.load(at + column_h[None, :], mask=mask_h, other=0.0)
     slot_values = tl.load(at + H + column_v[None, :], mask=mask_v, other=0.0)
-    g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
-    is_exact = tl.load(exact + state) != 0
-    gate_row = (b * T + t) * K + k
+    is_exact = tl.load(exact + state)
+    carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+    later = same & (j[None, :] >= j[:, None]) & (n != 0)[:, None]
 
-    # Sums over the heads: gradients of the left factors without strength, and gradients of the
-    # gates (exact) or the reader terms that they are made of (else).
-    left_grad = tl.zeros([C, BLOCK_M], tl.float32)
+    # Sums over the heads: of the terms of left factors, and of the gates' gradients (exact) or what
+    # they are sums of (else).
+    writer_sum = tl.zeros([C, BLOCK_M], tl.float32)
     gate_sum = tl.zeros([C, BLOCK_M], tl.float32)
     for head in range(k * G, (k + 1) * G):
         row = (b * T + t) * N + head
         q = rows_of(slot_query, row, n >= 0, H, BLOCK_H)
         products = tl.where(pairs, product(q, tl.trans(keys), PRECISION), 0.0)
-        carried = product(q, tl.trans(slot_keys), PRECISION)
+        carried = product(q, tl.trans(slot_keys), PRECISION) * carry
+        logits = spread(
+            products, factors, state, j, is_exact, carried, M, C, LEVELS, BLOCK_M, PRECISION
+        )
         dout = rows_of(out_grad, row, n >= 0, V, BLOCK_V)
         grad_products = tl.where(pairs, product(dout, tl.trans(values), PRECISION), 0.0)
-        grad_carried = product(dout, tl.trans(slot_values), PRECISION)
+        grad_carried = product(dout, tl.trans(slot_values), PRECISION) * carry
+        grads = spread(
+            grad_products, factors, state, j, is_exact, grad_carried, M, C, LEVELS, BLOCK_M,
+            PRECISION,
+        )  # fmt: skip
         log_sum = tl.load(lse + row, mask=t < T, other=0.0)
         d = tl.load(delta + row, mask=t < T, other=0.0)
         ds = tl.load(share_grad + row, mask=t < T, other=0.0)
-        if is_exact:
-            strength = tl.where(leaves[:, None], write_strength(g), 0.0)
-            carry = reads_carry * tl.exp(summed(j[None, :] <= j[:, None], g))
-            logits = exact_spread(products, g, strength, j, C, LEVELS, PRECISION)
-            logits += carry * carried
-            grads = exact_spread(grad_products, g, strength, j, C, LEVELS, PRECISION)
-            grads += carry * grad_carried
-        else:
-            from_left = rows_of(left, gate_row, leaves, M, BLOCK_M)
-            to_right = rows_of(right, gate_row, t < T, M, BLOCK_M).to(tl.float32)
-            half = tl.load(middle + state * M + m, mask=m < M, other=0.0)
-            carry = reads_carry * half[None, :]
-            logits = product_onto(products, from_left, carried * carry, PRECISION) * to_right
-            grads = product_onto(grad_products, from_left, grad_carried * carry, PRECISION)
-            grads = grads * to_right
-            carry = carry * to_right
         weights = tl.exp2(tl.where(readable, logits * (SCALE * LOG2E) - log_sum[:, None], 0.0))
         weights = tl.where(readable, weights, 0.0)
         logit_grads = weights * (grads + (ds - d)[:, None]) * SCALE
-        if is_exact:
-            strength = tl.where(leaves[:, None], write_strength(g), 0.0)
-            mixed = exact_collect(weights, g, strength, j, C, LEVELS, PRECISION)
-            product_grads = exact_collect(logit_grads, g, strength, j, C, LEVELS, PRECISION)
-            carry_sum = carry * (logit_grads * carried + weights * grad_carried)
-            gate_sum += summed(j[None, :] >= j[:, None], carry_sum)
-            # Writer and reader at one position: no gate between them.
-            diagonal = j[:, None] == j[None, :]
-            own = product(tl.where(diagonal, products, 0.0), logit_grads, PRECISION)
-            own += product(tl.where(diagonal, grad_products, 0.0), weights, PRECISION)
-            left_grad += own
-            size = C // 2
-            for _ in range(LEVELS):
-                factor = level_factor(g, j, size, C)
-                is_right = in_right_half(j, size)
-                near = in_one_block(j, j, size)
-                from_left = tl.where(is_right[:, None], 0.0, factor * strength)
-                to_right = tl.where(is_right[:, None], factor, 0.0)
-                near_products = tl.where(near, products, 0.0)
-                near_grads = tl.where(near, grad_products, 0.0)
-                reader_term = logit_grads * product(near_products, from_left, PRECISION)
-                reader_term += weights * product(near_grads, from_left, PRECISION)
-                reader_term = reader_term * to_right
-                crossed = product(tl.trans(near_products), logit_grads * to_right, PRECISION)
-                near_grads = tl.trans(near_grads)
-                crossed = product_onto(near_grads, weights * to_right, crossed, PRECISION)
-                # A reader's gates are those from the middle to it, a writer's those after it up to
-                # the middle.
-                after = near & is_right[:, None] & (j[None, :] >= j[:, None])
-                until = near & ~is_right[:, None] & (j[None, :] < j[:, None])
-                gate_sum += summed(after, reader_term) + summed(until, from_left * crossed)
-                left_grad += tl.where(is_right[:, None], 0.0, factor * crossed)
-                size = size // 2
+        reader_term = logit_grads * logits + weights * grads
+        if is_exact != 0:
+            carry_term = logit_grads * carried + weights * grad_carried
+            gate_sum += product(later, carry_term, PRECISION)
         else:
-            from_left = rows_of(left, gate_row, leaves, M, BLOCK_M)
-            to_right = rows_of(right, gate_row, t < T, M, BLOCK_M).to(tl.float32)
-            mixed = product(weights * to_right, tl.trans(from_left), PRECISION)
-            product_grads = product(logit_grads * to_right, tl.trans(from_left), PRECISION)
-            gate_sum += logit_grads * logits + weights * grads
-            crossed = product(tl.trans(products), logit_grads * to_right, PRECISION)
-            grad_products = tl.trans(grad_products)
-            left_grad += product_onto(grad_products, weights * to_right, crossed, PRECISION)
-        mixed = tl.where(pairs, mixed, 0.0)
-        product_grads = tl.where(pairs, product_grads, 0.0)
+            gate_sum += reader_term
+
+        mixed = tl.zeros([C, C], tl.float32)
+        product_grads = tl.zeros([C, C], tl.float32)
+        for level in range(tl.where(is_exact != 0, LEVELS + 1, 1)):
+            slot = left_slot(level, is_exact)
+            left = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M)
+            slot = right_slot(level, is_exact, LEVELS)
+            right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+            near = level_pairs(j, j, level, is_exact, C, LEVELS)
+            weights_right = narrowed(weights * right, PRECISION)
+            grads_right = narrowed(logit_grads * right, PRECISION)
+            across = product(weights_right, tl.trans(left), PRECISION)
+            mixed += tl.where(near, across, 0.0)
+            across = product(grads_right, tl.trans(left), PRECISION)
+            product_grads += tl.where(near, across, 0.0)
+            near_products = narrowed(tl.where(near, products, 0.0), PRECISION)
+            near_grads = narrowed(tl.where(near, grad_products, 0.0), PRECISION)
+            writer_term = product(tl.trans(near_products), grads_right, PRECISION)
+            writer_term = product_onto(tl.trans(near_grads), weights_right, writer_term, PRECISION)
+            writer_term = writer_term * left.to(tl.float32)
+            writer_sum += writer_term
+            if is_exact != 0:
+                # A reader's factor holds the gates from the middle to it, a writer's those after it
+                # up to the middle; at the last level there are none.
+                term = grads_right.to(tl.float32) * product(near_products, left, PRECISION)
+                term += weights_right.to(tl.float32) * product(near_grads, left, PRECISION)
+                half = level_half(level, is_exact, C)
+                block = tl.maximum(2 * half, 1)
+                is_right = j % block >= half
+                one_block = (j // block)[:, None] == (j // block)[None, :]
+                passed = tl.where(is_right[:, None], j[None, :] >= j[:, None], j[None, :] < j[:, None])
+                passed = passed & one_block & (is_right[:, None] == is_right[None, :])
+                passed = passed & (level < LEVELS)
+                gate_sum += product(passed, term + writer_term, PRECISION)
         dq = product(logit_grads * carry, slot_keys, PRECISION)
+        product_grads = narrowed(tl.where(pairs, product_grads, 0.0), PRECISION)
         dq = product_onto(product_grads, keys, dq, PRECISION)
         store_rows(query_grad, row, t < T, dq, H, BLOCK_H)
         WIDTH: tl.constexpr = C + BLOCK_M
         tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
         kind = key_tiles.dtype.element_ty
-        tl.store(key_tiles + tile + j[None, :], product_grads.to(kind))
+        tl.store(key_tiles + tile + j[None, :], product_grads)
         tl.store(key_tiles + tile + C + m[None, :], (logit_grads * carry).to(kind))
-        tl.store(value_tiles + tile + j[None, :], mixed.to(kind))
+        tl.store(value_tiles + tile + j[None, :], tl.where(pairs, mixed, 0.0).to(kind))
         tl.store(value_tiles + tile + C + m[None, :], (weights * carry).to(kind))
 
-    if is_exact:
-        result = gate_sum - tl.exp(g) * left_grad
-    else:
-        # The very factors that the reader terms were made with, so that the sums cancel.
-        from_left = rows_of(left, gate_row, leaves, M, BLOCK_M).to(tl.float32)
-        later = same & (j[None, :] >= j[:, None]) & (n != 0)[:, None]
-        result = summed(later, gate_sum - from_left * left_grad)
-        # The writer's factor without its strength.
-        running = summed(j[None, :] <= j[:, None], g)
-        result -= tl.exp(g + tl.sum(g, 0)[None, :] * 0.5 - running) * left_grad
-    store_rows(gate_grad, gate_row, t < T, result, M, BLOCK_M)
+    g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
+    if is_exact == 0:
+        gate_sum = summed(later, gate_sum - writer_sum)
+    strength = tl.maximum(write_strength(g), LEAST_STRENGTH)
+    result = gate_sum - tl.exp(g) * (writer_sum / strength)
+    store_rows(gate_grad, (b * T + t) * K + k, t < T, result, M, BLOCK_M)
 
 
 @triton.jit

@@ -45,9 +45,7 @@ class Memory(NamedTuple):
 
     before: Float[Array, "B n K M HV"]
     kept: Float[Array, "B n K M"]
-    left: Float[Array, "B T K M"]
-    right: Float[Array, "B T K M"]
-    middle: Float[Array, "B n K M"]
+    factors: Float[Array, "B n K L C M"]
     exact: Int[Array, "B n K"]
 
 

@@ -24,18 +24,15 @@ def _memory(options: Options, inputs: Inputs, number, window):
     size = Sizes.of(inputs, config)
     kind = operand_dtype(inputs.query.dtype)
     per_chunk = (size.B, size.chunks, size.K)
-    per_token = (size.B, size.T, size.K, size.M)
     width = size.H + size.V
-    written, kept, left, right, middle, exact = launch(
+    written, kept, factors, exact = launch(
         states.contributions,
         (size.K, size.chunks, size.B),
         [inputs.slot_key, inputs.value, inputs.log_gate, number, window, size.T, size.P],
         [
             Shape((*per_chunk, size.M, width), kind),
             Shape((*per_chunk, size.M), jnp.float32),
-            Shape(per_token, kind),
-            Shape(per_token, kind),
-            Shape((*per_chunk, size.M), jnp.float32),
+            Shape((*per_chunk, config.levels + 3, config.chunk, size.M), kind),
             Shape(per_chunk, jnp.int32),
         ],
         dict(
@@ -44,6 +41,7 @@ def _memory(options: Options, inputs: Inputs, number, window):
             V=size.V,
             M=size.M,
             C=config.chunk,
+            LEVELS=config.levels,
             BLOCK_M=block(size.M),
             SLICE=min(128, max(block(size.H), block(size.V))),
             LIMIT=config.limit,
@@ -56,7 +54,7 @@ def _memory(options: Options, inputs: Inputs, number, window):
     if initial is None:
         initial = jnp.zeros((size.B, size.K, size.M, width), jnp.float32)
     before, final = scan_chunks(written, kept, initial, config, reverse=False)
-    return Memory(before, kept, left, right, middle, exact), final
+    return Memory(before, kept, factors, exact), final
 
 
 def _output(options: Options, inputs: Inputs, number, window, memory: Memory | None):
@@ -73,9 +71,7 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
             number,
             window,
             memory.before,
-            memory.left,
-            memory.right,
-            memory.middle,
+            memory.factors,
             memory.exact,
             size.T,
             size.P,

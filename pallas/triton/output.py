@@ -6,15 +6,13 @@ import triton.language as tl
 from pallas.triton.arithmetic import (
     EMPTY,
     LOG2E,
-    exact_collect,
-    exact_spread,
-    gates_of,
+    collect,
+    factor_tile,
     product,
     product_onto,
     rows_of,
+    spread,
     store_rows,
-    summed,
-    write_strength,
 )
 
 
@@ -29,9 +27,7 @@ def output(
     number,
     window,
     before,
-    left,
-    right,
-    middle,
+    factors,
     exact,
     T,
     P,
@@ -103,20 +99,12 @@ def output(
         at = before + state_row[:, None] * (H + V)
         slot_keys = tl.load(at + column_h[None, :], mask=mask_h, other=0.0)
         carried = product(q, tl.trans(slot_keys), PRECISION)
-        reads_carry = (segment_t == 0).to(tl.float32)[:, None]
-        is_exact = tl.load(exact + state) != 0
-        if is_exact:
-            g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
-            strength = tl.where(leaves[:, None], write_strength(g), 0.0)
-            carry = reads_carry * tl.exp(summed(j[None, :] <= place[:, None], g))
-            logits = exact_spread(products, g, strength, place, C, LEVELS, PRECISION)
-            logits += carry * carried
-        else:
-            writers = rows_of(left, (b * T + chunk * C + j) * K + k, leaves, M, BLOCK_M)
-            readers = rows_of(right, (b * T + t) * K + k, t < T, M, BLOCK_M).to(tl.float32)
-            half = tl.load(middle + state_row, mask=m < M, other=0.0)
-            logits = carried * (reads_carry * half[None, :])
-            logits = product_onto(products, writers, logits, PRECISION) * readers
+        is_exact = tl.load(exact + state)
+        carry = factor_tile(factors, state, LEVELS + 2, place, M, C, LEVELS, BLOCK_M)
+        logits = carried * carry.to(tl.float32)
+        logits = spread(
+            products, factors, state, place, is_exact, logits, M, C, LEVELS, BLOCK_M, PRECISION
+        )
         readable = is_token & ((n >= w) | SINK) & (reads_slots != 0)
         readable = readable[:, None] & (m < M)[None, :]
         logits = tl.where(readable, logits * (SCALE * LOG2E), EMPTY)
@@ -124,24 +112,12 @@ def output(
         weights = tl.where(readable, tl.exp2(logits - top[:, None]), 0.0)
         total = tl.sum(weights, 1)
         slot_total = total
-        if is_exact:
-            g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
-            strength = tl.where(leaves[:, None], write_strength(g), 0.0)
-            carry = reads_carry * tl.exp(summed(j[None, :] <= place[:, None], g))
-            mixed = exact_collect(weights, g, strength, place, C, LEVELS, PRECISION)
-            weights = weights * carry
-        else:
-            writers = rows_of(left, (b * T + chunk * C + j) * K + k, leaves, M, BLOCK_M)
-            readers = rows_of(right, (b * T + t) * K + k, t < T, M, BLOCK_M).to(tl.float32)
-            half = tl.load(middle + state_row, mask=m < M, other=0.0)
-            weights = weights * readers
-            mixed = product(weights, tl.trans(writers), PRECISION)
-            weights = weights * (reads_carry * half[None, :])
+        mixed = collect(weights, factors, state, place, is_exact, M, C, LEVELS, BLOCK_M, PRECISION)
         mixed = tl.where(pairs, mixed, 0.0)
         column_v = tl.arange(0, BLOCK_V)
         mask_v = (m < M)[:, None] & (column_v < V)[None, :]
         slot_values = tl.load(at + H + column_v[None, :], mask=mask_v, other=0.0)
-        acc = product(weights, slot_values, PRECISION)
+        acc = product(weights * carry.to(tl.float32), slot_values, PRECISION)
         values = rows_of(value, write_row, leaves, V, BLOCK_V)
         acc = product_onto(mixed, values, acc, PRECISION)
 

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 
 from pallas.triton.arithmetic import (
+    LEAST_STRENGTH,
     gates_of,
+    level_factor,
     narrowed,
     product,
     rows_of,
@@ -29,15 +31,14 @@ def contributions(
     P,
     written,
     kept,
-    left,
-    right,
-    middle,
+    factors,
     exact,
     K: tl.constexpr,
     H: tl.constexpr,
     V: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SLICE: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -49,9 +50,11 @@ def contributions(
 
         written[m] = sum_j exp(w_j[m]) s_j[m] (slot_key_j, value_j),   kept[m] = exp(sum of gates),
 
-    restricted to the segment that is open at the chunk's end. For chunks whose sums of gates stay
-    above -LIMIT, `left` [C, M] and `right` [C, M] hold s_j exp(R - G_j) and exp(G_t - R) with R half
-    the chunk's sum (`middle` = exp(R)); `exact` flags the others.
+    restricted to the segment that is open at the chunk's end. `factors` [LEVELS + 3, C, M] holds, for
+    chunks whose sums of gates stay above -LIMIT, s_j exp(R - G_j) in tile 0 and exp(G_t - R) in tile
+    1, with R half the chunk's sum. Chunks flagged in `exact` hold in tile i the factors of level i (a
+    writer's with its strength), in tile LEVELS the strengths, in the next 1. The last tile is the
+    decay of the state before the chunk, 0 for another segment.
 
     Roofline (B=1, K=8, H=V=128, M=64, bf16, T=32768): reads slot_key, value 2 x 67 MB and gates
     67 MB, writes 134 MB of contributions and 2 x 34 MB of factors: 0.40 GB, 0.10 ms at 4.2 TB/s;
@@ -80,16 +83,28 @@ def contributions(
     whole = tl.where(segments == 0, tl.exp(total), 0.0)
     tl.store(kept + state * M + m, whole, mask=m < M)
 
-    factor_row = (b * T + t) * K + k
+    is_exact = tl.min(total, 0) < -LIMIT
+    tl.store(exact + state, is_exact.to(tl.int32))
+    row_0 = state * (LEVELS + 3) * C + j
+    everywhere = j >= 0
     running = summed(j[None, :] <= j[:, None], g)
-    half = total * 0.5
-    # Of no use in an exact chunk; the bound keeps infinities out of memory.
-    to_middle = tl.exp(tl.minimum(half[None, :] - running, 80.0))
-    store_rows(left, factor_row, t < T, strength * to_middle, M, BLOCK_M)
-    from_middle = tl.exp(tl.minimum(running - half[None, :], 80.0))
-    store_rows(right, factor_row, t < T, from_middle, M, BLOCK_M)
-    tl.store(middle + state * M + m, tl.exp(half), mask=m < M)
-    tl.store(exact + state, (tl.min(total, 0) < -LIMIT).to(tl.int32))
+    carry = tl.exp(running) * (segment == 0).to(tl.float32)[:, None]
+    store_rows(factors, row_0 + (LEVELS + 2) * C, everywhere, carry, M, BLOCK_M)
+    strength = tl.where(leaves[:, None], tl.maximum(strength, LEAST_STRENGTH), 0.0)
+    if is_exact:
+        half = C // 2
+        for level in range(LEVELS):
+            factor = level_factor(g, j, half, C)
+            factor = tl.where((j % (2 * half) < half)[:, None], factor * strength, factor)
+            store_rows(factors, row_0 + level * C, everywhere, factor, M, BLOCK_M)
+            half = half // 2
+        store_rows(factors, row_0 + LEVELS * C, everywhere, strength, M, BLOCK_M)
+        one = tl.full([C, BLOCK_M], 1.0, tl.float32)
+        store_rows(factors, row_0 + (LEVELS + 1) * C, everywhere, one, M, BLOCK_M)
+    else:
+        from_middle = running - (total * 0.5)[None, :]
+        store_rows(factors, row_0, everywhere, strength * tl.exp(-from_middle), M, BLOCK_M)
+        store_rows(factors, row_0 + C, everywhere, tl.exp(from_middle), M, BLOCK_M)
 
     weight = tl.trans(narrowed(weight, PRECISION))
     into = written + (state * M + m[:, None]) * (H + V)

@@ -90,6 +90,17 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(np.matmul(wide(a), wide(b)) + d.data, d.dtype.scalar)
 
 
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _cast_rounding(self, src, dst_type):
+    """A cast that rounds to bfloat16 as GPUs do; the interpreter's own cuts digits off."""
+    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+        bits = src.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return interpreter.TensorHandle(bits, tl.bfloat16)
+    return _cast(self, src, dst_type)
+
+
 def interpreted(kernel, grid, operands, outputs, constants, *, num_warps, num_stages):
     """A launcher for `pallas.triton.launch`; memory that no program writes holds NaN."""
     del num_warps, num_stages
@@ -104,7 +115,12 @@ def interpreted(kernel, grid, operands, outputs, constants, *, num_warps, num_st
         arguments += [_Buffer(x) for x in results]
         names = [name for name in kernel.arg_names if name not in constants]
         assert len(names) == len(arguments), (names, len(arguments))
-        with _one_at_a_time, mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot):
+        builder = interpreter.InterpreterBuilder
+        with (
+            _one_at_a_time,
+            mock.patch.object(builder, "create_dot", _dot),
+            mock.patch.object(builder, "cast_impl", _cast_rounding),
+        ):
             kernel[grid](**dict(zip(names, arguments, strict=True)), **constants)
         return results
 
