@@ -59,8 +59,16 @@ def product_onto(a, b, onto, PRECISION: tl.constexpr):
 
 @triton.jit
 def summed(mask, x):
-    """Sums of rows of float32 `x` chosen by a mask [R, C]; exact to float32's last digits."""
-    return tl.dot(mask.to(tl.float32), x, input_precision="tf32x3")
+    """Sums of rows of float32 `x` [C, M] chosen by a mask [R, C], to float32's last digits.
+
+    Three bfloat16 parts hold all 24 bits of a float32, and 0 and 1 are exact in it.
+    """
+    ones = mask.to(tl.float32).to(tl.bfloat16)
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
 
 
 @triton.jit

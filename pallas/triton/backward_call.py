@@ -95,7 +95,7 @@ def _window_gradients(options: Options, window, inputs: Inputs, number, softmax)
         if options.slots
         else [Shape(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
         common,
-        num_warps=config.warps,
+        num_warps=config.heavy_warps,
         num_stages=config.stages,
     )
     return query, key, value
@@ -165,10 +165,9 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             SCALE=options.scale,
             SINK=options.sink,
         ),
-        num_warps=config.warps,
+        num_warps=config.heavy_warps,
         num_stages=1,
     )
-    slice_width = min(128, max(block(size.H), block(size.V)))
     key_inside, value_inside, state_grad = launch(
         backward_slots.head_products,
         (2 * size.K, size.chunks, size.B),
@@ -183,7 +182,7 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             N=size.N,
             BLOCK_H=block(size.H),
             BLOCK_V=block(size.V),
-            SLICE=slice_width,
+            SLICE=min(128, max(block(size.H), block(size.V))),
             STAGES=config.stages,
         ),
         num_warps=config.warps,
@@ -215,8 +214,8 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             Shape((size.B, size.T, size.K, size.V), jnp.float32),
             Shape(per_gate, jnp.float32),
         ],
-        common | dict(SLICE=slice_width),
-        num_warps=config.warps,
+        common | dict(SLICE=min(64, max(block(size.H), block(size.V)))),
+        num_warps=config.heavy_warps,
         num_stages=1,
     )
     return slot_query, written, initial

@@ -14,7 +14,9 @@ class KernelConfig:
         chunk: Tokens C of a chunk, and rows of a key block: a power of two from 16 to 128.
         heads: Query heads of a group that one program of the output kernel stacks as rows; a power
             of two that divides the group.
-        warps: Warps of a program of the output and gradient kernels: 4 or 8.
+        warps: Warps of a program of the output and of the query gradients: 4 or 8.
+        heavy_warps: Warps of the kernels that keep more tiles: contributions and the rest of the
+            gradients: 4 or 8.
         stages: Loads in flight in pipelined loops, from 1 to 4.
         scan_block: Elements of a state that one program of a scan carries: a power of two.
         limit: Chunks whose gates sum to less than -limit in some slot take the exact path.
@@ -23,6 +25,7 @@ class KernelConfig:
     chunk: int = 64
     heads: int = 1
     warps: int = 4
+    heavy_warps: int = 8
     stages: int = 2
     scan_block: int = 512
     limit: float = 100.0
@@ -35,8 +38,11 @@ class KernelConfig:
                     f"KernelConfig: {name} must be a power of two from {low} to {high}, but was "
                     f"{size}."
                 )
-        if self.warps not in (4, 8):
-            raise ValueError(f"KernelConfig: warps must be 4 or 8, but was {self.warps}.")
+        for name in ("warps", "heavy_warps"):
+            if getattr(self, name) not in (4, 8):
+                raise ValueError(
+                    f"KernelConfig: {name} must be 4 or 8, but was {getattr(self, name)}."
+                )
         if not 1 <= self.stages <= 4:
             raise ValueError(f"KernelConfig: stages must be from 1 to 4, but was {self.stages}.")
         if not 0 < self.limit <= 120:

@@ -43,11 +43,11 @@ def _memory(options: Options, inputs: Inputs, number, window):
             C=config.chunk,
             LEVELS=config.levels,
             BLOCK_M=block(size.M),
-            SLICE=min(128, max(block(size.H), block(size.V))),
+            SLICE=min(64, max(block(size.H), block(size.V))),
             LIMIT=config.limit,
             PRECISION=precision(inputs.query.dtype),
         ),
-        num_warps=config.warps,
+        num_warps=config.heavy_warps,
         num_stages=1,
     )
     initial = inputs.initial_slots
