@@ -132,18 +132,18 @@ def output(
             key_row = start + j
             inside = key_row < end
             at_row = (b * (T + P) + key_row) * K + k
-            keys = rows_of(key, at_row, inside, H, BLOCK_H)
-            logits = product(q, tl.trans(keys), PRECISION) * (SCALE * LOG2E)
+            window_keys = rows_of(key, at_row, inside, H, BLOCK_H)
+            scores = product(q, tl.trans(window_keys), PRECISION) * (SCALE * LOG2E)
             visible = (key_row[None, :] >= first[:, None]) & (key_row[None, :] <= (t + P)[:, None])
             visible = visible & sees[:, None]
-            logits = tl.where(visible, logits, EMPTY)
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            weights = tl.where(visible, tl.exp2(logits - new_top[:, None]), 0.0)
+            scores = tl.where(visible, scores, EMPTY)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            seen = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
             rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, 1)
+            total = total * rescale + tl.sum(seen, 1)
             slot_total = slot_total * rescale
-            values = rows_of(value, at_row, inside, V, BLOCK_V)
-            acc = product_onto(weights, values, acc * rescale[:, None], PRECISION)
+            window_values = rows_of(value, at_row, inside, V, BLOCK_V)
+            acc = product_onto(seen, window_values, acc * rescale[:, None], PRECISION)
             top = new_top
 
     safe = tl.where(total > 0, total, 1.0)

@@ -52,7 +52,7 @@ def contributions(
 
     restricted to the segment that is open at the chunk's end. `factors` [LEVELS + 3, C, M] holds, for
     chunks whose sums of gates stay above -LIMIT, s_j exp(R - G_j) in tile 0 and exp(G_t - R) in tile
-    1, with R half the chunk's sum. Chunks flagged in `exact` hold in tile i the factors of level i (a
+    1, with R half the sum of the segment's gates in the chunk. Chunks flagged in `exact` hold in tile i the factors of level i (a
     writer's with its strength), in tile LEVELS the strengths, in the next 1. The last tile is the
     decay of the state before the chunk, 0 for another segment.
 
@@ -83,11 +83,14 @@ def contributions(
     whole = tl.where(segments == 0, tl.exp(total), 0.0)
     tl.store(kept + state * M + m, whole, mask=m < M)
 
-    is_exact = tl.min(total, 0) < -LIMIT
+    # Sums inside the position's own segment: other segments do not touch a single bit of it.
+    same = segment[:, None] == segment[None, :]
+    running = summed(same & (j[None, :] <= j[:, None]), g)
+    half_sum = summed(same, g) * 0.5
+    is_exact = tl.min(tl.min(half_sum, 1), 0) * 2 < -LIMIT
     tl.store(exact + state, is_exact.to(tl.int32))
     row_0 = state * (LEVELS + 3) * C + j
     everywhere = j >= 0
-    running = summed(j[None, :] <= j[:, None], g)
     carry = tl.exp(running) * (segment == 0).to(tl.float32)[:, None]
     store_rows(factors, row_0 + (LEVELS + 2) * C, everywhere, carry, M, BLOCK_M)
     strength = tl.where(leaves[:, None], tl.maximum(strength, LEAST_STRENGTH), 0.0)
@@ -102,7 +105,7 @@ def contributions(
         one = tl.full([C, BLOCK_M], 1.0, tl.float32)
         store_rows(factors, row_0 + (LEVELS + 1) * C, everywhere, one, M, BLOCK_M)
     else:
-        from_middle = running - (total * 0.5)[None, :]
+        from_middle = running - half_sum
         store_rows(factors, row_0, everywhere, strength * tl.exp(-from_middle), M, BLOCK_M)
         store_rows(factors, row_0 + C, everywhere, tl.exp(from_middle), M, BLOCK_M)
 
