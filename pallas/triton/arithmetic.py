@@ -72,16 +72,48 @@ def summed(mask, x):
 
 
 @triton.jit
-def rows_of(pointer, row, keep, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads rows of WIDTH elements as a tile [R, BLOCK]; 0 where not kept and past the width.
+def slice_of(
+    pointer, row, keep, first, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Loads columns first .. first + BLOCK of rows [R] that are STRIDE apart and WIDTH wide.
 
-    `row` counts rows in int64.
+    0 where a row is not kept and past the width. `row` counts rows in int64.
     """
-    column = tl.arange(0, BLOCK)
+    column = first + tl.arange(0, BLOCK)
     mask = keep[:, None]
-    if WIDTH != BLOCK:
+    if WIDTH % BLOCK != 0:
         mask = mask & (column < WIDTH)[None, :]
-    return tl.load(pointer + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    return tl.load(pointer + row[:, None] * STRIDE + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rows_of(pointer, row, keep, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads rows of WIDTH elements as a tile [R, BLOCK]; 0 where not kept and past the width."""
+    return slice_of(pointer, row, keep, 0, WIDTH, WIDTH, BLOCK)
+
+
+@triton.jit
+def rows_product(
+    a,
+    a_row,
+    a_keep,
+    b,
+    b_row,
+    b_keep,
+    B_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLICE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products of rows of two arrays, [R, X], SLICE columns of both at a time."""
+    left = slice_of(a, a_row, a_keep, 0, WIDTH, WIDTH, SLICE)
+    right = slice_of(b, b_row, b_keep, 0, B_STRIDE, WIDTH, SLICE)
+    result = product(left, tl.trans(right), PRECISION)
+    for first in range(SLICE, WIDTH, SLICE):
+        left = slice_of(a, a_row, a_keep, first, WIDTH, WIDTH, SLICE)
+        right = slice_of(b, b_row, b_keep, first, B_STRIDE, WIDTH, SLICE)
+        result = product_onto(left, tl.trans(right), result, PRECISION)
+    return result
 
 
 @triton.jit

@@ -120,22 +120,26 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
     lse, delta, share_grad, out_grad = softmax
     key, value, log_gate = inputs.slot_key, inputs.value, inputs.log_gate
     common: dict[str, Any] = dict(
+        N=size.N,
         K=size.K,
         H=size.H,
         V=size.V,
         M=size.M,
         C=config.chunk,
+        LEVELS=config.levels,
         BLOCK_M=block(size.M),
         PRECISION=precision(inputs.query.dtype),
     )
     tiles = (size.B, size.chunks, size.N, config.chunk, config.chunk + block(size.M))
     per_gate = (size.B, size.T, size.K, size.M)
-    slot_query, key_tiles, value_tiles, gate_inside = launch(
+    widths = dict(
+        SLICE_H=min(config.width, block(size.H)), SLICE_V=min(config.width, block(size.V))
+    )
+    slot_query, key_tiles, value_tiles = launch(
         backward_slots.readers,
         (size.K, size.chunks, size.B),
         [
             value,
-            log_gate,
             inputs.slot_query,
             key,
             number,
@@ -154,24 +158,39 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             Shape(inputs.slot_query.shape, inputs.slot_query.dtype),
             Shape(tiles, kind),
             Shape(tiles, kind),
-            Shape(per_gate, jnp.float32),
         ],
-        common
-        | dict(
-            N=size.N,
-            LEVELS=config.levels,
-            BLOCK_H=block(size.H),
-            BLOCK_V=block(size.V),
-            SCALE=options.scale,
-            SINK=options.sink,
-        ),
-        num_warps=config.heavy_warps,
+        common | widths | dict(SCALE=options.scale, SINK=options.sink),
+        num_warps=config.warps,
+        num_stages=1,
+    )
+    (gate_inside,) = launch(
+        backward_slots.gates,
+        (size.K, size.chunks, size.B),
+        [
+            value,
+            log_gate,
+            inputs.slot_query,
+            key,
+            number,
+            window,
+            memory.before,
+            memory.factors,
+            memory.exact,
+            out_grad,
+            key_tiles,
+            value_tiles,
+            size.T,
+            size.P,
+        ],
+        [Shape(per_gate, jnp.float32)],
+        common | widths,
+        num_warps=config.warps,
         num_stages=1,
     )
     key_inside, value_inside, state_grad = launch(
         backward_slots.head_products,
         (2 * size.K, size.chunks, size.B),
-        [inputs.slot_query, out_grad, number, key_tiles, value_tiles, size.T],
+        [inputs.slot_query, out_grad, number, key_tiles, value_tiles, memory.factors, size.T],
         [
             Shape((size.B, size.T, size.K, size.H), jnp.float32),
             Shape((size.B, size.T, size.K, size.V), jnp.float32),
@@ -179,10 +198,9 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
         ],
         common
         | dict(
-            N=size.N,
             BLOCK_H=block(size.H),
             BLOCK_V=block(size.V),
-            SLICE=min(128, max(block(size.H), block(size.V))),
+            SLICE=min(config.width, max(block(size.H), block(size.V))),
             STAGES=config.stages,
         ),
         num_warps=config.warps,
@@ -214,7 +232,8 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             Shape((size.B, size.T, size.K, size.V), jnp.float32),
             Shape(per_gate, jnp.float32),
         ],
-        common | dict(SLICE=min(64, max(block(size.H), block(size.V)))),
+        {name: x for name, x in common.items() if name not in ("N", "LEVELS")}
+        | dict(SLICE=min(64, max(block(size.H), block(size.V)))),
         num_warps=config.heavy_warps,
         num_stages=1,
     )

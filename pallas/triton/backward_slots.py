@@ -7,8 +7,9 @@ q . SK_t. With A_tj = q_t . k'_j and B_tj = dout_t . v'_j both memories are read
     dout . SV_t[m] = carry SV_0 . dout + sum_j decay_tj[m] s_j[m] B_tj
 
 `readers` goes over the heads of a group and leaves, per head, the weights with which queries and output
-gradients are summed into keys, values and states; `head_products` forms these sums; after the scan
-backwards over chunks `writers` adds what comes from later chunks.
+gradients are summed into keys, values and states; `head_products` forms these sums, `gates` what they
+say about gates; after the scan backwards over chunks `writers` adds what comes from later chunks. (One
+kernel for readers and gates would keep more tiles than there are registers.)
 
 Gate gradients are sums of what passes a gate, never differences of large sums, wherever gates are
 strong (exact chunks, carried states); in the others reader sums minus writer sums are exact enough.
@@ -20,6 +21,7 @@ import triton.language as tl
 from pallas.triton.arithmetic import (
     LEAST_STRENGTH,
     LOG2E,
+    collect,
     factor_tile,
     gates_of,
     left_slot,
@@ -30,6 +32,8 @@ from pallas.triton.arithmetic import (
     product_onto,
     right_slot,
     rows_of,
+    rows_product,
+    slice_of,
     spread,
     store_rows,
     summed,
@@ -40,7 +44,6 @@ from pallas.triton.arithmetic import (
 @triton.jit
 def readers(
     value,
-    log_gate,
     slot_query,
     slot_key,
     number,
@@ -57,7 +60,6 @@ def readers(
     query_grad,
     key_tiles,
     value_tiles,
-    gate_grad,
     N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -65,72 +67,81 @@ def readers(
     M: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SLICE_H: tl.constexpr,
+    SLICE_V: tl.constexpr,
     SCALE: tl.constexpr,
     SINK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of the slot queries of one chunk and group; tiles for `head_products`.
+    """Gradients of the slot queries of one chunk and group; tiles for the kernels that follow.
 
-    `key_tiles` [C, C + BLOCK_M] of a head holds (dA | dL carry), `value_tiles` (weights of v'_j |
-    p carry). `gate_grad` gets the part of the gates' gradient that stays inside the chunk.
+    `key_tiles` [C, C + BLOCK_M] of a head holds (dA | dL), `value_tiles` (weights of v'_j | p).
+    Where a head's width fits SLICE the chunk's tiles stay in shared memory for all heads.
 
     Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads queries and output gradients 537 MB,
     keys, values, states, factors 335 MB, writes query gradients 268 MB and tiles 537 MB: 1.7 GB,
-    0.40 ms at 4.2 TB/s; 2 T N (3 H M + 2 V M + 3 C H + C V + 6 C M) = 165 GFLOP, 0.24 ms.
+    0.40 ms at 4.2 TB/s; 2 T N (2 H M + V M + 2 C H + C V + 4 C M) = 138 GFLOP, 0.20 ms.
     """
     k = tl.program_id(0)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
     G: tl.constexpr = N // K
+    RESIDENT: tl.constexpr = (SLICE_H >= H) and (SLICE_V >= V)
     w = tl.load(window)
     reads_slots = tl.load(window + 1)
     j = tl.arange(0, C)
     m = tl.arange(0, BLOCK_M)
     t = chunk * C + j
     n = tl.load(number + b * T + t, mask=t < T, other=-1)
+    is_token = n >= 0
     leaves = n >= w
+    in_slots = m < M
     segment = tl.cumsum((n == 0).to(tl.int32), 0)
-    same = segment[:, None] == segment[None, :]
-    pairs = same & (j[None, :] <= j[:, None])
-    readable = (n >= 0) & ((n >= w) | SINK) & (reads_slots != 0)
-    readable = readable[:, None] & (m < M)[None, :]
-
+    readable = is_token & ((n >= w) | SINK) & (reads_slots != 0)
+    readable = readable[:, None] & in_slots[None, :]
     write_row = (b * (T + P) + t + P - w) * K + k
     state = (b * chunks + chunk) * K + k
-    keys = rows_of(slot_key, write_row, leaves, H, BLOCK_H)
-    values = rows_of(value, write_row, leaves, V, BLOCK_V)
-    column_h = tl.arange(0, BLOCK_H)
-    column_v = tl.arange(0, BLOCK_V)
-    at = before + (state * M + m)[:, None] * (H + V)
-    mask_h = (m < M)[:, None] & (column_h < H)[None, :]
-    mask_v = (m < M)[:, None] & (column_v < V)[None, :]
-    slot_keys = tl.load(at + column_h[None, :], mask=mask_h, other=0.0)
-    slot_values = tl.load(at + H + column_v[None, :], mask=mask_v, other=0.0)
+    state_row = state * M + m
     is_exact = tl.load(exact + state)
-    carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
-    later = same & (j[None, :] >= j[:, None]) & (n != 0)[:, None]
-
-    # Sums over the heads: of the terms of left factors, and of the gates' gradients (exact) or what
-    # they are sums of (else).
-    writer_sum = tl.zeros([C, BLOCK_M], tl.float32)
-    gate_sum = tl.zeros([C, BLOCK_M], tl.float32)
+    if RESIDENT:
+        keys = slice_of(slot_key, write_row, leaves, 0, H, H, SLICE_H)
+        values = slice_of(value, write_row, leaves, 0, V, V, SLICE_V)
+        slot_keys = slice_of(before, state_row, in_slots, 0, H + V, H, SLICE_H)
+        slot_values = slice_of(before + H, state_row, in_slots, 0, H + V, V, SLICE_V)
     for head in range(k * G, (k + 1) * G):
         row = (b * T + t) * N + head
-        q = rows_of(slot_query, row, n >= 0, H, BLOCK_H)
-        products = tl.where(pairs, product(q, tl.trans(keys), PRECISION), 0.0)
-        carried = product(q, tl.trans(slot_keys), PRECISION) * carry
+        if RESIDENT:
+            q = slice_of(slot_query, row, is_token, 0, H, H, SLICE_H)
+            products = product(q, tl.trans(keys), PRECISION)
+            logits = product(q, tl.trans(slot_keys), PRECISION)
+            dout = slice_of(out_grad, row, is_token, 0, V, V, SLICE_V)
+            grad_products = product(dout, tl.trans(values), PRECISION)
+            grads = product(dout, tl.trans(slot_values), PRECISION)
+        else:
+            products = rows_product(
+                slot_query, row, is_token, slot_key, write_row, leaves, H, H, SLICE_H, PRECISION
+            )
+            logits = rows_product(
+                slot_query, row, is_token, before, state_row, in_slots, H + V, H, SLICE_H, PRECISION
+            )
+            grad_products = rows_product(
+                out_grad, row, is_token, value, write_row, leaves, V, V, SLICE_V, PRECISION
+            )
+            grads = rows_product(
+                out_grad, row, is_token, before + H, state_row, in_slots, H + V, V, SLICE_V,
+                PRECISION,
+            )  # fmt: skip
+        pairs = (segment[:, None] == segment[None, :]) & (j[None, :] <= j[:, None])
+        carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+        products = narrowed(tl.where(pairs, products, 0.0), PRECISION)
         logits = spread(
-            products, factors, state, j, is_exact, carried, M, C, LEVELS, BLOCK_M, PRECISION
+            products, factors, state, j, is_exact, logits * carry, M, C, LEVELS, BLOCK_M, PRECISION
         )
-        dout = rows_of(out_grad, row, n >= 0, V, BLOCK_V)
-        grad_products = tl.where(pairs, product(dout, tl.trans(values), PRECISION), 0.0)
-        grad_carried = product(dout, tl.trans(slot_values), PRECISION) * carry
+        grad_products = narrowed(tl.where(pairs, grad_products, 0.0), PRECISION)
         grads = spread(
-            grad_products, factors, state, j, is_exact, grad_carried, M, C, LEVELS, BLOCK_M,
+            grad_products, factors, state, j, is_exact, grads * carry, M, C, LEVELS, BLOCK_M,
             PRECISION,
         )  # fmt: skip
         log_sum = tl.load(lse + row, mask=t < T, other=0.0)
@@ -139,61 +150,158 @@ def readers(
         weights = tl.exp2(tl.where(readable, logits * (SCALE * LOG2E) - log_sum[:, None], 0.0))
         weights = tl.where(readable, weights, 0.0)
         logit_grads = weights * (grads + (ds - d)[:, None]) * SCALE
-        reader_term = logit_grads * logits + weights * grads
-        if is_exact != 0:
-            carry_term = logit_grads * carried + weights * grad_carried
-            gate_sum += product(later, carry_term, PRECISION)
-        else:
-            gate_sum += reader_term
 
-        mixed = tl.zeros([C, C], tl.float32)
-        product_grads = tl.zeros([C, C], tl.float32)
+        WIDTH: tl.constexpr = C + BLOCK_M
+        tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
+        tl.store(value_tiles + tile + C + m[None, :], narrowed(weights, PRECISION))
+        mixed = collect(weights, factors, state, j, is_exact, M, C, LEVELS, BLOCK_M, PRECISION)
+        mixed = narrowed(tl.where(pairs, mixed, 0.0), PRECISION)
+        tl.store(value_tiles + tile + j[None, :], mixed)
+        tl.store(key_tiles + tile + C + m[None, :], narrowed(logit_grads, PRECISION))
+        mixed = collect(logit_grads, factors, state, j, is_exact, M, C, LEVELS, BLOCK_M, PRECISION)
+        mixed = narrowed(tl.where(pairs, mixed, 0.0), PRECISION)
+        tl.store(key_tiles + tile + j[None, :], mixed)
+        logit_grads = narrowed(logit_grads * carry, PRECISION)
+        if RESIDENT:
+            dq = product(logit_grads, slot_keys, PRECISION)
+            dq = product_onto(mixed, keys, dq, PRECISION)
+            store_rows(query_grad, row, t < T, dq, H, SLICE_H)
+        else:
+            for first in range(0, H, SLICE_H):
+                some = slice_of(before, state_row, in_slots, first, H + V, H, SLICE_H)
+                part = product(logit_grads, some, PRECISION)
+                some = slice_of(slot_key, write_row, leaves, first, H, H, SLICE_H)
+                part = product_onto(mixed, some, part, PRECISION)
+                column = first + tl.arange(0, SLICE_H)
+                at = query_grad + row[:, None] * H + column[None, :]
+                mask = (t < T)[:, None] & (column < H)[None, :]
+                tl.store(at, part.to(query_grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gates(
+    value,
+    log_gate,
+    slot_query,
+    slot_key,
+    number,
+    window,
+    before,
+    factors,
+    exact,
+    out_grad,
+    key_tiles,
+    value_tiles,
+    T,
+    P,
+    gate_grad,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SLICE_H: tl.constexpr,
+    SLICE_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The part of the gates' gradient that stays inside the chunk, summed over the group.
+
+    A decay factor exp(G) has the gradient (its value times the gradient of what it multiplies) in G,
+    which goes to all gates in the sum G: reader terms to the gates before the reader, writer terms
+    to the gates after the writer, up to where the level's factors meet.
+
+    Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads queries, output gradients 537 MB,
+    halves of the tiles 268 MB, keys, values, states, factors 335 MB, writes 67 MB: 1.2 GB, 0.29 ms at
+    4.2 TB/s; 2 T N (C + M) (H + V) + 8 T N C M = 103 GFLOP, 0.15 ms.
+    """
+    k = tl.program_id(0)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    G: tl.constexpr = N // K
+    w = tl.load(window)
+    j = tl.arange(0, C)
+    m = tl.arange(0, BLOCK_M)
+    t = chunk * C + j
+    n = tl.load(number + b * T + t, mask=t < T, other=-1)
+    is_token = n >= 0
+    leaves = n >= w
+    in_slots = m < M
+    segment = tl.cumsum((n == 0).to(tl.int32), 0)
+    write_row = (b * (T + P) + t + P - w) * K + k
+    state = (b * chunks + chunk) * K + k
+    state_row = state * M + m
+    is_exact = tl.load(exact + state)
+    # Sums over the heads: of the terms of left factors, and of the gates' gradients (exact) or the
+    # reader terms that they are sums of (else).
+    writer_sum = tl.zeros([C, BLOCK_M], tl.float32)
+    gate_sum = tl.zeros([C, BLOCK_M], tl.float32)
+    for head in range(k * G, (k + 1) * G):
+        row = (b * T + t) * N + head
+        pairs = (segment[:, None] == segment[None, :]) & (j[None, :] <= j[:, None])
+        WIDTH: tl.constexpr = C + BLOCK_M
+        tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
+        weights = tl.load(value_tiles + tile + C + m[None, :])
+        logit_grads = tl.load(key_tiles + tile + C + m[None, :])
+        # The state before the chunk decays through all gates up to the reader.
+        term = logit_grads.to(tl.float32) * rows_product(
+            slot_query, row, is_token, before, state_row, in_slots, H + V, H, SLICE_H, PRECISION
+        )
+        term += weights.to(tl.float32) * rows_product(
+            out_grad, row, is_token, before + H, state_row, in_slots, H + V, V, SLICE_V, PRECISION
+        )
+        term = term * factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M)
+        if is_exact != 0:
+            later = (segment[:, None] == segment[None, :]) & (j[None, :] >= j[:, None])
+            gate_sum += product(later, term, PRECISION)
+        else:
+            gate_sum += term
+        products = rows_product(
+            slot_query, row, is_token, slot_key, write_row, leaves, H, H, SLICE_H, PRECISION
+        )
+        products = narrowed(tl.where(pairs, products, 0.0), PRECISION)
+        grad_products = rows_product(
+            out_grad, row, is_token, value, write_row, leaves, V, V, SLICE_V, PRECISION
+        )
+        grad_products = narrowed(tl.where(pairs, grad_products, 0.0), PRECISION)
         for level in range(tl.where(is_exact != 0, LEVELS + 1, 1)):
             slot = left_slot(level, is_exact)
             left = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M)
             slot = right_slot(level, is_exact, LEVELS)
             right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
             near = level_pairs(j, j, level, is_exact, C, LEVELS)
-            weights_right = narrowed(weights * right, PRECISION)
+            near_products = tl.where(near, products, 0.0)
+            near_grads = tl.where(near, grad_products, 0.0)
             grads_right = narrowed(logit_grads * right, PRECISION)
-            across = product(weights_right, tl.trans(left), PRECISION)
-            mixed += tl.where(near, across, 0.0)
-            across = product(grads_right, tl.trans(left), PRECISION)
-            product_grads += tl.where(near, across, 0.0)
-            near_products = narrowed(tl.where(near, products, 0.0), PRECISION)
-            near_grads = narrowed(tl.where(near, grad_products, 0.0), PRECISION)
+            reader_term = product(near_products, left, PRECISION) * grads_right.to(tl.float32)
             writer_term = product(tl.trans(near_products), grads_right, PRECISION)
+            weights_right = narrowed(weights * right, PRECISION)
+            reader_term += product(near_grads, left, PRECISION) * weights_right.to(tl.float32)
             writer_term = product_onto(tl.trans(near_grads), weights_right, writer_term, PRECISION)
             writer_term = writer_term * left.to(tl.float32)
             writer_sum += writer_term
             if is_exact != 0:
                 # A reader's factor holds the gates from the middle to it, a writer's those after it
                 # up to the middle; at the last level there are none.
-                term = grads_right.to(tl.float32) * product(near_products, left, PRECISION)
-                term += weights_right.to(tl.float32) * product(near_grads, left, PRECISION)
                 half = level_half(level, is_exact, C)
                 block = tl.maximum(2 * half, 1)
                 is_right = j % block >= half
-                one_block = (j // block)[:, None] == (j // block)[None, :]
-                passed = tl.where(is_right[:, None], j[None, :] >= j[:, None], j[None, :] < j[:, None])
-                passed = passed & one_block & (is_right[:, None] == is_right[None, :])
-                passed = passed & (level < LEVELS)
-                gate_sum += product(passed, term + writer_term, PRECISION)
-        dq = product(logit_grads * carry, slot_keys, PRECISION)
-        product_grads = narrowed(tl.where(pairs, product_grads, 0.0), PRECISION)
-        dq = product_onto(product_grads, keys, dq, PRECISION)
-        store_rows(query_grad, row, t < T, dq, H, BLOCK_H)
-        WIDTH: tl.constexpr = C + BLOCK_M
-        tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
-        kind = key_tiles.dtype.element_ty
-        tl.store(key_tiles + tile + j[None, :], product_grads)
-        tl.store(key_tiles + tile + C + m[None, :], (logit_grads * carry).to(kind))
-        tl.store(value_tiles + tile + j[None, :], tl.where(pairs, mixed, 0.0).to(kind))
-        tl.store(value_tiles + tile + C + m[None, :], (weights * carry).to(kind))
+                passed = tl.where(
+                    is_right[:, None], j[None, :] >= j[:, None], j[None, :] < j[:, None]
+                )
+                passed = passed & ((j // block)[:, None] == (j // block)[None, :])
+                passed = passed & (is_right[:, None] == is_right[None, :]) & (level < LEVELS)
+                gate_sum += product(passed, reader_term + writer_term, PRECISION)
+            else:
+                gate_sum += reader_term
 
     g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
     if is_exact == 0:
-        gate_sum = summed(later, gate_sum - writer_sum)
+        later = (segment[:, None] == segment[None, :]) & (j[None, :] >= j[:, None])
+        gate_sum = summed(later & (n != 0)[:, None], gate_sum - writer_sum)
     strength = tl.maximum(write_strength(g), LEAST_STRENGTH)
     result = gate_sum - tl.exp(g) * (writer_sum / strength)
     store_rows(gate_grad, (b * T + t) * K + k, t < T, result, M, BLOCK_M)
@@ -203,6 +311,7 @@ def readers(
 def _tile_products(
     tiles,
     rows,
+    factors,
     inside,
     into,
     onto,
@@ -214,6 +323,7 @@ def _tile_products(
     K: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     WIDTH: tl.constexpr,
     OFFSET: tl.constexpr,
     STATE: tl.constexpr,
@@ -230,6 +340,8 @@ def _tile_products(
     m = tl.arange(0, BLOCK_M)
     t = chunk * C + j
     chunks = tl.num_programs(1)
+    state_row = (b * chunks + chunk) * K + k
+    carry = factor_tile(factors, state_row, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
     for first in range(0, BLOCK, SLICE):
         column = first + tl.arange(0, SLICE)
         in_width = (column < WIDTH)[None, :]
@@ -244,12 +356,11 @@ def _tile_products(
             )
             tile = tiles + ((b * chunks + chunk) * N + head) * C * TILE + j[:, None] * TILE
             written = product_onto(tl.trans(tl.load(tile + j[None, :])), x, written, PRECISION)
-            to_state = tl.trans(tl.load(tile + C + m[None, :]))
-            state = product_onto(to_state, x, state, PRECISION)
+            to_state = narrowed(tl.load(tile + C + m[None, :]) * carry, PRECISION)
+            state = product_onto(tl.trans(to_state), x, state, PRECISION)
         at = into + ((b * T + t) * K + k)[:, None] * WIDTH + column[None, :]
         tl.store(at, written.to(into.dtype.element_ty), mask=(t < T)[:, None] & in_width)
-        state_row = ((b * chunks + chunk) * K + k) * M + m
-        at = onto + state_row[:, None] * STATE + OFFSET + column[None, :]
+        at = onto + (state_row * M + m)[:, None] * STATE + OFFSET + column[None, :]
         tl.store(at, state.to(onto.dtype.element_ty), mask=(m < M)[:, None] & in_width)
 
 
@@ -260,6 +371,7 @@ def head_products(
     number,
     key_tiles,
     value_tiles,
+    factors,
     T,
     key_grad,
     value_grad,
@@ -270,6 +382,7 @@ def head_products(
     V: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -279,7 +392,8 @@ def head_products(
 ):
     """What a chunk's queries add to its slot keys, values and to the state before it.
 
-    key part: tiles^T @ queries, value part: tiles^T @ output gradients, summed over the heads of the
+    key part: tiles^T @ queries, value part: tiles^T @ output gradients, those for the state with the
+    decay since the chunk's start, summed over the heads of the
     group in a fixed order, without atomics.
 
     Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads tiles and rows 1.07 GB, writes
@@ -292,13 +406,13 @@ def head_products(
     inside = tl.load(number + b * T + t, mask=t < T, other=-1) >= 0
     if tl.program_id(0) % 2 == 0:
         _tile_products(
-            key_tiles, slot_query, inside, key_grad, state_grad, chunk, b, k, T,
-            N, K, M, C, H, 0, H + V, BLOCK_H, BLOCK_M, min(SLICE, BLOCK_H), STAGES, PRECISION,
+            key_tiles, slot_query, factors, inside, key_grad, state_grad, chunk, b, k, T,
+            N, K, M, C, LEVELS, H, 0, H + V, BLOCK_H, BLOCK_M, min(SLICE, BLOCK_H), STAGES, PRECISION,
         )  # fmt: skip
     else:
         _tile_products(
-            value_tiles, out_grad, inside, value_grad, state_grad, chunk, b, k, T,
-            N, K, M, C, V, H, H + V, BLOCK_V, BLOCK_M, min(SLICE, BLOCK_V), STAGES, PRECISION,
+            value_tiles, out_grad, factors, inside, value_grad, state_grad, chunk, b, k, T,
+            N, K, M, C, LEVELS, V, H, H + V, BLOCK_V, BLOCK_M, min(SLICE, BLOCK_V), STAGES, PRECISION,
         )  # fmt: skip
 
 

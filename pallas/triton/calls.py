@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas.triton.configs import KernelConfig, block
+from pallas.triton.configs import KernelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +67,6 @@ class Sizes(NamedTuple):
         B, T, N, H = inputs.query.shape
         S, K, V = inputs.value.shape[1:]
         return cls(B, T, S - T, N, K, H, V, inputs.log_gate.shape[3], -(-T // config.chunk))
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Tile widths."""
-        return dict(BLOCK_H=block(self.H), BLOCK_V=block(self.V), BLOCK_M=block(self.M))
 
 
 def operand_dtype(dtype) -> Any:

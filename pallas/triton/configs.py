@@ -18,6 +18,7 @@ class KernelConfig:
         heavy_warps: Warps of the kernels that keep more tiles: contributions and the rest of the
             gradients: 4 or 8.
         stages: Loads in flight in pipelined loops, from 1 to 4.
+        width: Columns of keys and values that the slot kernels hold at a time: a power of two.
         scan_block: Elements of a state that one program of a scan carries: a power of two.
         limit: Chunks whose gates sum to less than -limit in some slot take the exact path.
     """
@@ -27,11 +28,12 @@ class KernelConfig:
     warps: int = 4
     heavy_warps: int = 8
     stages: int = 2
+    width: int = 128
     scan_block: int = 512
     limit: float = 100.0
 
     def __post_init__(self):
-        for name, low, high in (("chunk", 16, 128), ("heads", 1, 8), ("scan_block", 32, 4096)):
+        for name, low, high in (("chunk", 16, 128), ("heads", 1, 8), ("width", 16, 256), ("scan_block", 32, 4096)):
             size = getattr(self, name)
             if not low <= size <= high or size & (size - 1):
                 raise ValueError(
@@ -77,4 +79,4 @@ def choose(dtype: DTypeLike, key_width: int, value_width: int, num_slots: int) -
         return KernelConfig(warps=8 if wide else 4, stages=1 if wide else 2)
     # The sums of gates are exponents: at 30 their rounding is still below 1e-5.
     limit = 30.0 if precision(dtype) == "tf32x3" else 100.0
-    return KernelConfig(chunk=32, warps=4, stages=1, limit=limit)
+    return KernelConfig(chunk=32, warps=4, stages=1, width=32, limit=limit)

@@ -63,9 +63,10 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
     size = Sizes.of(inputs, config)
     if memory is None:  # pointers that the kernel does not look at
         memory = Memory(*[number] * len(Memory._fields))
+    slice_v = min(config.width, block(size.V))
     return launch(
         output_kernel.output,
-        (size.N // config.heads, size.chunks, size.B),
+        (size.N // config.heads * -(-size.V // slice_v), size.chunks, size.B),
         [
             *inputs[:6],
             number,
@@ -94,7 +95,9 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
             SINK=options.sink,
             SLOTS=options.slots,
             PRECISION=precision(inputs.query.dtype),
-            **size.blocks,
+            BLOCK_M=block(size.M),
+            SLICE_H=min(config.width, block(size.H)),
+            SLICE_V=slice_v,
         ),
         num_warps=config.warps,
         num_stages=config.stages,

@@ -8,11 +8,13 @@ from pallas.triton.arithmetic import (
     LOG2E,
     collect,
     factor_tile,
+    narrowed,
     product,
     product_onto,
     rows_of,
+    rows_product,
+    slice_of,
     spread,
-    store_rows,
 )
 
 
@@ -42,9 +44,9 @@ def output(
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SLICE_H: tl.constexpr,
+    SLICE_V: tl.constexpr,
     SCALE: tl.constexpr,
     SINK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -60,7 +62,10 @@ def output(
     slot keys, values 201 MB, states 134 MB, factors 67 MB, writes 268 MB: 1.21 GB, 0.29 ms at
     4.2 TB/s; 2 T N (2 H M + 2 V M + 2 C (H + V) + 4 C M) = 172 GFLOP, 0.25 ms at 700 TFLOP/s.
     """
-    head = tl.program_id(0) * HEADS
+    # Values wider than a slice are several programs, each with a softmax of its own.
+    PARTS: tl.constexpr = (V + SLICE_V - 1) // SLICE_V
+    head = tl.program_id(0) // PARTS * HEADS
+    first_value = tl.program_id(0) % PARTS * SLICE_V
     chunk = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     k = head // (N // K)
@@ -77,7 +82,7 @@ def output(
     top = tl.full([HEADS * C], EMPTY, tl.float32)
     total = tl.zeros([HEADS * C], tl.float32)
     slot_total = tl.zeros([HEADS * C], tl.float32)
-    acc = tl.zeros([HEADS * C, BLOCK_V], tl.float32)
+    acc = tl.zeros([HEADS * C, SLICE_V], tl.float32)
     if SLOTS:
         nj = tl.load(number + b * T + chunk * C + j, mask=chunk * C + j < T, other=-1)
         leaves = nj >= w
@@ -88,17 +93,18 @@ def output(
         write_row = (b * (T + P) + chunk * C + j + P - w) * K + k
         pairs = (segment_t[:, None] == segment_j[None, :]) & (j[None, :] <= place[:, None])
 
-        q = rows_of(slot_query, query_row, is_token, H, BLOCK_H)
-        keys = rows_of(slot_key, write_row, leaves, H, BLOCK_H)
-        products = tl.where(pairs, product(q, tl.trans(keys), PRECISION), 0.0)
         state = (b * tl.num_programs(1) + chunk) * K + k
         m = tl.arange(0, BLOCK_M)
+        in_slots = m < M
         state_row = state * M + m
-        column_h = tl.arange(0, BLOCK_H)
-        mask_h = (m < M)[:, None] & (column_h < H)[None, :]
-        at = before + state_row[:, None] * (H + V)
-        slot_keys = tl.load(at + column_h[None, :], mask=mask_h, other=0.0)
-        carried = product(q, tl.trans(slot_keys), PRECISION)
+        products = rows_product(
+            slot_query, query_row, is_token, slot_key, write_row, leaves, H, H, SLICE_H, PRECISION
+        )
+        products = narrowed(tl.where(pairs, products, 0.0), PRECISION)
+        carried = rows_product(
+            slot_query, query_row, is_token, before, state_row, in_slots, H + V, H, SLICE_H,
+            PRECISION,
+        )  # fmt: skip
         is_exact = tl.load(exact + state)
         carry = factor_tile(factors, state, LEVELS + 2, place, M, C, LEVELS, BLOCK_M)
         logits = carried * carry.to(tl.float32)
@@ -106,7 +112,7 @@ def output(
             products, factors, state, place, is_exact, logits, M, C, LEVELS, BLOCK_M, PRECISION
         )
         readable = is_token & ((n >= w) | SINK) & (reads_slots != 0)
-        readable = readable[:, None] & (m < M)[None, :]
+        readable = readable[:, None] & in_slots[None, :]
         logits = tl.where(readable, logits * (SCALE * LOG2E), EMPTY)
         top = tl.max(logits, 1)
         weights = tl.where(readable, tl.exp2(logits - top[:, None]), 0.0)
@@ -114,11 +120,11 @@ def output(
         slot_total = total
         mixed = collect(weights, factors, state, place, is_exact, M, C, LEVELS, BLOCK_M, PRECISION)
         mixed = tl.where(pairs, mixed, 0.0)
-        column_v = tl.arange(0, BLOCK_V)
-        mask_v = (m < M)[:, None] & (column_v < V)[None, :]
-        slot_values = tl.load(at + H + column_v[None, :], mask=mask_v, other=0.0)
+        slot_values = slice_of(
+            before + H, state_row, in_slots, first_value, H + V, V, SLICE_V
+        )
         acc = product(weights * carry.to(tl.float32), slot_values, PRECISION)
-        values = rows_of(value, write_row, leaves, V, BLOCK_V)
+        values = slice_of(value, write_row, leaves, first_value, V, V, SLICE_V)
         acc = product_onto(mixed, values, acc, PRECISION)
 
     reach = tl.minimum(n, w - 1)
@@ -127,13 +133,20 @@ def output(
     lowest = tl.min(tl.where(sees, first, T + P), 0)
     end = tl.max(tl.where(sees, t + P + 1, 0), 0)
     if lowest < end:
-        q = rows_of(query, query_row, is_token, H, BLOCK_H)
+        if SLICE_H >= H:
+            q = rows_of(query, query_row, is_token, H, SLICE_H)
         for start in range(lowest, end, C):
             key_row = start + j
             inside = key_row < end
             at_row = (b * (T + P) + key_row) * K + k
-            window_keys = rows_of(key, at_row, inside, H, BLOCK_H)
-            scores = product(q, tl.trans(window_keys), PRECISION) * (SCALE * LOG2E)
+            if SLICE_H >= H:
+                window_keys = rows_of(key, at_row, inside, H, SLICE_H)
+                scores = product(q, tl.trans(window_keys), PRECISION)
+            else:
+                scores = rows_product(
+                    query, query_row, is_token, key, at_row, inside, H, H, SLICE_H, PRECISION
+                )
+            scores = scores * (SCALE * LOG2E)
             visible = (key_row[None, :] >= first[:, None]) & (key_row[None, :] <= (t + P)[:, None])
             visible = visible & sees[:, None]
             scores = tl.where(visible, scores, EMPTY)
@@ -142,11 +155,15 @@ def output(
             rescale = tl.exp2(top - new_top)
             total = total * rescale + tl.sum(seen, 1)
             slot_total = slot_total * rescale
-            window_values = rows_of(value, at_row, inside, V, BLOCK_V)
+            window_values = slice_of(value, at_row, inside, first_value, V, V, SLICE_V)
             acc = product_onto(seen, window_values, acc * rescale[:, None], PRECISION)
             top = new_top
 
     safe = tl.where(total > 0, total, 1.0)
-    store_rows(out, query_row, t < T, acc / safe[:, None], V, BLOCK_V)
-    tl.store(lse + query_row, top + tl.log2(safe), mask=t < T)
-    tl.store(share + query_row, slot_total / safe, mask=t < T)
+    column = first_value + tl.arange(0, SLICE_V)
+    at = out + query_row[:, None] * V + column[None, :]
+    mask = (t < T)[:, None] & (column < V)[None, :]
+    tl.store(at, (acc / safe[:, None]).to(out.dtype.element_ty), mask=mask)
+    if first_value == 0:
+        tl.store(lse + query_row, top + tl.log2(safe), mask=t < T)
+        tl.store(share + query_row, slot_total / safe, mask=t < T)
