@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # For this process and for those that tests start. The eight devices are for this process
         # alone: what is started runs as it would for a user.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Triton reads it where a kernel is defined: here kernels run in its interpreter.
+        os.environ["TRITON_INTERPRET"] = "1"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
         _share_compilations(config.rootpath / ".pytest_cache" / "jax")

@@ -1,7 +1,6 @@
 """The operator's public functions: what they take, what they refuse, which implementation runs."""
 
 import functools
-import importlib.util
 import logging
 from typing import Any, NamedTuple
 
@@ -9,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nha_jax.ops import chunked, reference, step
+from nha_jax.ops import chunked, kernels, reference, step
+from nha_jax.ops.inputs import OperatorInputs
 from nha_jax.ops.state import NHAState
 from nha_jax.ops.validation import check_flags, check_window_and_state, checked_inputs
 
@@ -101,10 +101,13 @@ def native_hybrid_attention(
         state_name="initial_state",
     )
     state: NHAState | None
-    if _resolve(implementation) == "reference":
+    name = _resolve(implementation, inputs)
+    if name == "reference":
         out, state, slot_share = reference.run(inputs)
-    else:
+    elif name == "xla":
         out, state, slot_share = chunked.run(inputs, return_state=return_state)
+    else:
+        out, state, slot_share = kernels.run(name, inputs, return_state=return_state)
     extras = [state] * return_state + [slot_share] * return_slot_share
     return (out, *extras) if extras else out
 
@@ -162,7 +165,7 @@ def native_hybrid_attention_step(
         state=state,
         state_name="state",
     )
-    _resolve(implementation)  # one token is the same program in "reference" and "xla"
+    _resolve(implementation, inputs)  # one token is the same program in "reference" and "xla"
     out, new_state, slot_share = step.run(inputs)
     return (out, new_state, slot_share) if return_slot_share else (out, new_state)
 
@@ -188,15 +191,12 @@ def explain_choice() -> tuple[str, list[Availability]]:
             "xla", True, f"chunked form in plain JAX; runs on any backend, here {platform}"
         ),
     ]
-    for name in ("pallas", "triton"):
-        found.append(Availability(name, False, _missing_kernels(name)))
-    return "xla", found
-
-
-def _missing_kernels(name: str) -> str:
-    if importlib.util.find_spec("pallas") is None:
-        return "the package `pallas` with the GPU kernels is not installed"
-    return f"this version has no {name} kernels yet"
+    for name, family in kernels.FAMILIES.items():
+        problem = kernels.missing(name)
+        reason = f"kernels for NVIDIA GPUs, {family.hardware} and newer"
+        found.append(Availability(name, problem is None, problem or reason))
+    able = {each.name for each in found if each.available}
+    return next((name for name in kernels.PREFERRED if name in able), "xla"), found
 
 
 @functools.cache
@@ -204,9 +204,10 @@ def _log_choice(name: str) -> None:
     _logger.info("native_hybrid_attention: implementation %r on %s", name, jax.default_backend())
 
 
-def _resolve(implementation: str | None) -> str:
+def _resolve(implementation: str | None, inputs: OperatorInputs) -> str:
     if implementation is None:
-        name, _ = explain_choice()
+        able = (name for name in kernels.PREFERRED if kernels.unsupported(name, inputs) is None)
+        name = next(able, "xla")
         _log_choice(name)
         return name
     if implementation not in IMPLEMENTATIONS:
@@ -214,11 +215,13 @@ def _resolve(implementation: str | None) -> str:
             f"implementation must be None or one of {', '.join(map(repr, IMPLEMENTATIONS))}, but "
             f"was {implementation!r}."
         )
-    if implementation in ("pallas", "triton"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} cannot run: {_missing_kernels(implementation)}; "
-            "use 'xla', or None for the best available."
-        )
+    if implementation in kernels.FAMILIES:
+        problem = kernels.unsupported(implementation, inputs)
+        if problem is not None:
+            raise NotImplementedError(
+                f"implementation={implementation!r} cannot run: {problem}; use 'xla', or None for "
+                "the best available."
+            )
     return implementation
 
 

@@ -3,7 +3,6 @@
 Linear time and memory in T, differentiable, any shape, any backend.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nha_jax.ops.gates import write_strength
-from nha_jax.ops.inputs import OperatorInputs, result_dtypes
+from nha_jax.ops.history import (
+    final_state,
+    initial_slots,
+    poison_beyond_capacity,
+    reads_slots,
+    with_history,
+)
+from nha_jax.ops.inputs import OperatorInputs
 from nha_jax.ops.segments import SegmentLayout, segment_layout
 from nha_jax.ops.slot_memory import Chunks, chunk_states, read_slots
 from nha_jax.ops.state import NHAState
@@ -43,73 +49,28 @@ def run(
         # Nothing is older than the call: a wider window holds the same tokens.
         window = length if window is None else min(window, length)
 
-    history = _history(inputs)
-
-    def with_history(name, dtype):
-        x = getattr(inputs, name).astype(dtype)
-        if history is None:
-            return x
-        return jnp.concatenate([history[name].astype(dtype), x], axis=1)
-
-    window_out, window_lse = _read_window(inputs, layout, window, with_history, wide)
+    joined = with_history(inputs)
+    window_out, window_lse = _read_window(inputs, layout, window, joined, wide)
     slots = chunks = before = None
-    reads_slots = inputs.log_gate.shape[-1] > 0 and inputs.window is not None
-    if inputs.state is None and inputs.window_is_static and window == length and not inputs.sink:
-        reads_slots = False  # no token leaves
-    if reads_slots or (inputs.window is not None and return_state):
-        initial = _initial_slots(inputs, wide)
-        chunks = _shifted_chunks(inputs, layout, window, with_history, wide)
-        before, slots = chunk_states(chunks, initial, inputs.precision)
-    if reads_slots and chunks is not None:
+    reads = reads_slots(inputs)
+    if reads or (inputs.window is not None and return_state):
+        chunks = _shifted_chunks(inputs, layout, window, joined, wide)
+        before, slots = chunk_states(chunks, initial_slots(inputs, wide), inputs.precision)
+    if reads and chunks is not None:
         readable = layout.is_token & (inputs.sink | (layout.number >= window))
         readable &= jnp.logical_not(full)
         out, slot_share = _read_both(inputs, chunks, before, readable, window_out, window_lse)
     else:
         out, slot_share = window_out, jnp.zeros(window_lse.shape, wide)
 
-    if inputs.window is None and inputs.state is not None:
-        # Under jit a state that is full cannot raise; its outputs must not look right either.
-        beyond = layout.is_token & (layout.number >= inputs.state.capacity)
-        out = jnp.where(beyond[:, :, None, None], jnp.nan, out)
+    out = poison_beyond_capacity(inputs, layout, out)
     state = None
     if return_state and inputs.window_is_static:
-        state = _final_state(inputs, layout, with_history, slots)
+        state = final_state(inputs, layout, joined, slots)
     return out.astype(inputs.value.dtype), state, slot_share
 
 
-def _history(inputs: OperatorInputs) -> dict[str, Array] | None:
-    """The initial state's window, oldest token first, its newest token last; zeros where none."""
-    state = inputs.state
-    if state is None:
-        return None
-    rows = state.capacity if state.window is None else state.window
-    number = state.length[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None]
-    row = number % max(state.capacity, 1)
-
-    def ordered(x):
-        if x.shape[1] == 0:  # full attention keeps no slot keys and gates
-            return jnp.zeros((x.shape[0], rows, *x.shape[2:]), x.dtype)
-        taken = jnp.take_along_axis(x, row[:, :, None, None], axis=1)
-        return jnp.where((number >= 0)[:, :, None, None], taken, 0)
-
-    return {
-        "key": ordered(state.window_key),
-        "slot_key": ordered(state.window_slot_key),
-        "value": ordered(state.window_value),
-        "log_gate": ordered(state.window_log_gate),
-    }
-
-
-def _initial_slots(inputs: OperatorInputs, wide) -> Float[Array, "B K M HV"]:
-    batch, _, num_kv_heads, num_slots = inputs.log_gate.shape
-    if inputs.state is None:
-        width = inputs.key.shape[-1] + inputs.value.shape[-1]
-        return jnp.zeros((batch, num_kv_heads, num_slots, width), wide)
-    state = inputs.state
-    return jnp.concatenate([state.slot_key, state.slot_value], axis=-1).astype(wide)
-
-
-def _read_window(inputs, layout: SegmentLayout, window, with_history, wide):
+def _read_window(inputs, layout: SegmentLayout, window, joined, wide):
     """The window's own softmax: (output [B, T, N, V], log-sum-exp [B, T, N])."""
     batch, length, num_heads, _ = inputs.query.shape
     if isinstance(window, int) and window == 0:
@@ -128,15 +89,15 @@ def _read_window(inputs, layout: SegmentLayout, window, with_history, wide):
     query = inputs.query.astype(wide) * inputs.scale
     return windowed_attention(
         query,
-        with_history("key", wide),
-        with_history("value", wide),
+        joined("key", wide),
+        joined("value", wide),
         reach,
         far=far,
         precision=inputs.precision,
     )
 
 
-def _shifted_chunks(inputs, layout: SegmentLayout, window, with_history, wide) -> Chunks:
+def _shifted_chunks(inputs, layout: SegmentLayout, window, joined, wide) -> Chunks:
     """The sequences as the slots see them: position t holds the token that leaves at time t."""
     batch, length = inputs.segment_ids.shape
     size = min(_CHUNK, 1 << (length - 1).bit_length())
@@ -144,7 +105,7 @@ def _shifted_chunks(inputs, layout: SegmentLayout, window, with_history, wide) -
     end = count * size - length
 
     def shifted(name):
-        x = with_history(name, wide)
+        x = joined(name, wide)
         if inputs.state is None:  # with a state the history already stands in front
             before = window if isinstance(window, int) else length
             x = jnp.pad(x, ((0, 0), (before, 0), (0, 0), (0, 0)))
@@ -222,53 +183,3 @@ def _read_both(inputs, chunks: Chunks, before, readable, window_out, window_lse)
         return x[:, :length]
 
     return by_token(out), by_token(slot_share[..., None])[..., 0]
-
-
-def _final_state(inputs, layout: SegmentLayout, with_history, slots) -> NHAState:
-    """The state after the last token, in the initial state's shapes where there is one."""
-    batch, length, num_kv_heads, num_slots = inputs.log_gate.shape
-    window_dtype, slot_dtype = result_dtypes(inputs)
-    if inputs.state is not None:
-        state = inputs.state
-    else:
-        state = NHAState.init(
-            batch,
-            num_kv_heads,
-            inputs.key.shape[-1],
-            inputs.value.shape[-1],
-            num_slots,
-            window=inputs.window,
-            capacity=length if inputs.window is None else None,
-            dtype=window_dtype,
-        )
-    if slots is None:  # full attention writes nothing
-        slots = jnp.concatenate([state.slot_key, state.slot_value], axis=-1)
-    width = inputs.key.shape[-1]
-
-    rows = state.capacity
-    newest = layout.final_length[:, None] - 1
-    row = jnp.arange(rows, dtype=jnp.int32)[None]
-    number = newest - (newest - row) % max(rows, 1)  # of the token in each row
-    held = number >= 0
-    if inputs.window is not None:
-        held &= number > newest - inputs.window
-
-    def ring(name, old):
-        if old.shape[1] == 0:
-            return old
-        x = with_history(name, old.dtype)
-        index = number + layout.start[:, -1:] + (x.shape[1] - length)
-        taken = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1)[:, :, None, None], axis=1)
-        return jnp.where(held[:, :, None, None], taken, 0)
-
-    return dataclasses.replace(
-        state,
-        slot_key=slots[..., :width].astype(slot_dtype),
-        slot_value=slots[..., width:].astype(slot_dtype),
-        window_key=ring("key", state.window_key),
-        window_slot_key=ring("slot_key", state.window_slot_key),
-        window_value=ring("value", state.window_value),
-        window_log_gate=ring("log_gate", state.window_log_gate),
-        length=layout.final_length,
-        segment_id=layout.final_id,
-    )

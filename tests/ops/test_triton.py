@@ -1,0 +1,39 @@
+"""The Triton kernels pass the operator's suite in Triton's interpreter, and in tiles of any size."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nha_jax import native_hybrid_attention
+from nha_jax.ops import kernels
+from pallas.triton import unsupported
+from pallas.triton.configs import KernelConfig
+from tests.ops import oracle
+from tests.ops.cases import Case
+from tests.ops.operator_suite import OperatorSuite, assert_close, exact_gradients, scalar_loss
+from tests.ops.triton_interpreter import interpreted
+
+ROOT = Path(__file__).parents[2]
+
+
+def pytest_generate_tests(metafunc):
+    if "gradient_case" in metafunc.fixturenames:
+        metafunc.parametrize("gradient_case", metafunc.cls.gradient_cases)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """The same kernels and launches; only what runs a kernel, and what asks for a GPU, differs."""
+    monkeypatch.setattr("pallas.triton.launch.launcher", interpreted)
+    monkeypatch.setattr(kernels, "device_problem", lambda name: None)
+
+
+class TestTriton(OperatorSuite):
+    implementation = "triton"
+    dtypes = (jnp.bfloat16, jnp.float16)  # float64 is not for tensor cores; see the test below
