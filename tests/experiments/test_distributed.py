@@ -123,8 +123,10 @@ def undisturbed(start: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_two_processes_are_one_with_two_devices(
     start: StartJob, undisturbed: Path, tmp_path: Path
 ) -> None:
-    # One process stops half way, two go on; the steps are those of two all the way.
-    finish(start(tmp_path, 1, "--config.train.steps=20"))
+    # Two begin, one goes on, two finish; the steps are those of two all the way.
+    finish(start(tmp_path, 2, "--config.train.steps=10"))
+    printed, _ = finish(start(tmp_path, 1, "--config.train.steps=20"))
+    assert f"Resuming {tmp_path} after step 10." in printed[0]
     printed, _ = finish(start(tmp_path, 2))
     assert f"Resuming {tmp_path} after step 20." in printed[0]
     assert history(tmp_path) == history(undisturbed)
