@@ -116,6 +116,12 @@ def _op() -> int:
 
 def _define_decode_flags() -> None:
     flags.DEFINE_enum("shape", None, list(decode.SHAPES), "Small on a CPU, llama3_8b on a GPU.")
+    flags.DEFINE_integer(
+        "layers",
+        None,
+        "Only the first layers of the shape: what is compiled quickly.",
+        lower_bound=1,
+    )
     flags.DEFINE_list("settings", ["hybrid", "full", "windowed"], "Windows to compare.")
     flags.DEFINE_list("batches", None, "Sequences; 1,4 with the small shape, else 1,16.")
     flags.DEFINE_list("contexts", None, "Tokens; 256,1024, or 4096,32768,131072.")
@@ -132,7 +138,14 @@ def _decode() -> int:
     on_gpu = machine.is_gpu(jax.devices()[0])
     shape = _FLAGS.shape or ("llama3_8b" if on_gpu else "small")
     small = shape == "small"
-    config = dataclasses.replace(decode.SHAPES[shape], implementation=_FLAGS.implementation)
+    config = decode.SHAPES[shape]
+    layers = min(_FLAGS.layers or config.num_layers, config.num_layers)
+    config = dataclasses.replace(
+        config,
+        num_layers=layers,
+        windows=config.layer_windows[:layers],
+        implementation=_FLAGS.implementation,
+    )
     for name in _FLAGS.settings:
         if name not in decode.settings_of(config):
             raise ConfigurationError(
@@ -152,7 +165,10 @@ def _decode() -> int:
     bandwidth = decode.copy_bandwidth(2**30 if on_gpu else 2**27, rounds=_FLAGS.rounds)
     print(f"{head['device']}; {head['cores']} CPU cores; jax {head['versions']['jax']}")
     windows = windows_spec.format_windows(config.layer_windows)
-    print(f"{shape}, {config.dtype}, windows {windows}; a copy moves {bandwidth / 1e9:,.1f} GB/s")
+    print(
+        f"{shape}, {layers} layers, {config.dtype}, windows {windows}; a copy moves "
+        f"{bandwidth / 1e9:,.1f} GB/s"
+    )
     params = decode.random_params(config)
     print(decode.header(), flush=True)
     measurements = decode.measure(
@@ -187,6 +203,7 @@ def _decode() -> int:
         result = {
             "machine": head,
             "shape": shape,
+            "layers": layers,
             "windows": windows,
             "copy_bytes_per_second": bandwidth,
             "measurements": [dataclasses.asdict(one) for one in measurements],

@@ -69,7 +69,15 @@ def _sampling() -> Sampling:
 
 
 def main() -> int:
-    """Generates what the command line asks for."""
+    """Generates what the command line asks for; returns 130 after Ctrl-C, as shells do."""
+    try:
+        return _generate()
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
+
+
+def _generate() -> int:
     modes = [name for name in ("prompt", "prompts", "interactive") if _FLAGS[name].present]
     if len(modes) != 1:
         found = " and ".join(f"--{name}" for name in modes) or "none"

@@ -213,7 +213,7 @@ class Engine:
             )
         number = self._next_number
         check_vocabulary([ids], self._model.config.vocab_size)
-        record = Record(max_tokens, self._tokenizer, self._end_ids, stop)
+        record = Record(ids, max_tokens, self._tokenizer, self._end_ids, stop)
         self._waiting.append(_Request(number, ids, sampling, max_tokens, record, on_tokens))
         self._next_number += 1
         return number

@@ -131,7 +131,7 @@ def generate(
         end_id_rows(end_ids, len(ids)),
         seen_tokens(ids, model.config.vocab_size),
     )
-    records = [Record(max_tokens, tokenizer, end_ids, stop) for _ in ids]
+    records = [Record(prompt, max_tokens, tokenizer, end_ids, stop) for prompt in ids]
     _take(records, chosen, on_tokens)
     # The state that is returned must not have tokens from beyond a stop string.
     steps = 1 if return_state and stop else MAX_STEPS
@@ -157,6 +157,7 @@ class Record:
 
     def __init__(
         self,
+        prompt: Sequence[int],
         limit: int,
         tokenizer: Tokenizer | None,
         end_ids: Sequence[int],
@@ -165,6 +166,7 @@ class Record:
         """Nothing generated yet.
 
         Args:
+            prompt: tokens before those that are generated.
             limit: tokens after which the sequence ends.
             tokenizer: to write text, or None.
             end_ids: tokens that end the sequence.
@@ -175,7 +177,9 @@ class Record:
         self.log_probabilities: list[float] = []
         self.reason = ""
         self._end_ids = frozenset(end_ids)
-        self._stream = None if tokenizer is None else TextStream(tokenizer, stop)
+        self._stream = None
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, stop, before=prompt)
 
     def push(self, token: int, log_probability: float) -> str:
         """Takes a token; returns the text that is certain now and was not before."""

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from nha_jax.data.tokenizers import Tokenizer
 
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no whole character (yet)
+# Tokens before the text that are enough for a decoder to know how it begins.
+_CONTEXT = 8
 
 
 class TextStream:
@@ -18,20 +20,26 @@ class TextStream:
         stopped: whether a stop string has come.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, before: Sequence[int] = ()
+    ) -> None:
         """An empty stream.
 
         Args:
             tokenizer: decodes the tokens.
             stop: strings that end the text; they are not part of it.
+            before: tokens that come before the text and are no part of it. Some tokenizers write a
+                word with a space in front only where something stands before it.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._ids: list[int] = []
+        self._ids = list(before)[-_CONTEXT:]
+        if tokenizer.decode(self._ids).endswith(_BROKEN):
+            self._ids = []  # what completes the character is part of the text
         # Tokens before `_known` are decoded, those from `_context` on give a decoder that joins
         # words its context: only they are decoded again with every new token.
         self._context = 0
-        self._known = 0
+        self._known = len(self._ids)
         self._given = 0
         self.text = ""
         self.stopped = False

@@ -141,6 +141,15 @@ def test_a_file_goes_on_after_a_kill_as_if_there_had_been_none(
     assert "results with other settings (sampling)" in errors
 
 
+def test_ctrl_c_ends_without_a_traceback(start: Start) -> None:
+    process = start("--interactive")
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("Every line is continued")
+    process.send_signal(signal.SIGINT)
+    _, errors = _finish(process, 130)
+    assert errors == "\nStopped.\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

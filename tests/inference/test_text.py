@@ -1,8 +1,12 @@
 """Text comes in whole characters and ends before a stop string, however the tokens fall."""
 
-import pytest
+from pathlib import Path
 
-from nha_jax.data.tokenizers import BytesTokenizer
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from nha_jax.data.tokenizers import BytesTokenizer, HuggingFaceTokenizer
 from nha_jax.inference.text import TextStream
 
 BYTES = BytesTokenizer()
@@ -56,3 +60,33 @@ def test_text_ends_before_a_stop_string(text, stop, expected, size):
 def test_the_beginning_of_a_stop_string_is_held_back():
     pieces, _ = _stream("ab-c--d", ("--",))
     assert pieces == ["a", "b", "", "-c", "", "", "", ""]
+
+
+def test_the_first_word_has_its_space_where_something_stands_before_it(tmp_path: Path) -> None:
+    """Llama 2's scheme: the space in front of a text is the tokenizer's own and is stripped."""
+    pieces = ["<s>", "</s>", "\u2581", "a", "b", "\u2581a"]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [("\u2581", "a")])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    found = HuggingFaceTokenizer(str(path))
+    prompt, continuation = [found.bos_id, *found.encode("ab a")], found.encode("a b")
+    stream = TextStream(found, before=prompt)
+    pieces = [stream.push([token]) for token in continuation]
+    assert "".join([*pieces, stream.finish()]) == stream.text == " a b"
+    at_the_start = TextStream(found, before=[found.bos_id])
+    at_the_start.push(continuation)
+    assert at_the_start.text == "a b"
+
+
+def test_a_character_that_began_before_the_text_is_part_of_it() -> None:
+    first, *rest = BYTES.encode("日")
+    stream = TextStream(BYTES, before=[first])
+    assert stream.push([*rest, ord("x")]) == "\ufffd\ufffdx"
