@@ -1,0 +1,257 @@
+"""The operator on kernels: alignment to tiles, the sequence of kernels, and its gradient."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas.mosaic import gates
+from pallas.mosaic.config import MosaicConfig
+from pallas.mosaic.forward import output
+from pallas.mosaic.plan import Plan, make_plan
+from pallas.mosaic.scan import scan
+from pallas.mosaic.tiles import TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is fixed when a call is traced.
+
+    Attributes:
+        window: Tokens of the window; None for full attention, "traced" where it is an array.
+        scale: Factor on all logits.
+        sink: Whether empty slots take part in the softmax.
+        num_slots: Slots that exist, without padding.
+        reads: Whether slots are read.
+        writes: Whether slots are written.
+        near: Window tiles that are always read.
+        far: Whether windows may reach beyond two tiles.
+        history_tiles: Tiles of keys before the tokens.
+        shift: Tile of the slot keys that chunk 0 writes.
+        config: How to run.
+    """
+
+    window: int | None | str
+    scale: float
+    sink: bool
+    num_slots: int
+    reads: bool
+    writes: bool
+    near: int
+    far: bool
+    history_tiles: int
+    shift: int
+    config: MosaicConfig
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    log_gate: Float[Array, "B S K M"],
+    slot_query: Float[Array, "B T N H"],
+    slot_key: Float[Array, "B S K H"],
+    number: Int[Array, "B T"],
+    initial_slots: Float[Array, "B K M HV"] | None,
+    *,
+    window: int | None | Array,
+    scale: float,
+    sink: bool,
+    with_slots: bool,
+    use_slots: bool,
+    config: MosaicConfig = MosaicConfig(),
+) -> tuple[
+    Float[Array, "B T N V"], Float[Array, "B T N"], Float[Array, "B K M HV"] | None
+]:
+    """Native hybrid attention of T tokens after S - T tokens of history.
+
+    Token t is row t + S - T of the keys. It sees the rows of its segment among the last `window`,
+    and slots, which the token that leaves the window is written to:
+
+        S[m] <- exp(g_e[m]) S[m] + (1 - exp(g_e[m])) (slot_key_e, value_e),   e = t - window
+
+    One softmax runs over slot logits `scale * slot_query . S` and window logits
+    `scale * query . key`. Differentiable in everything but `number` and `window`.
+
+    Args:
+        query: Rotated, bfloat16 or float16. All arrays are 0 at padding.
+        key: Rotated.
+        value: Values.
+        log_gate: float32, at most 0.
+        slot_query: Queries of the slots.
+        slot_key: Keys that are written to the slots.
+        number: int32, each token's number in its segment, history included; -1 at padding.
+        initial_slots: float32, where a segment that goes on starts from; None for zeros.
+        window: Static, None for full attention, or an int32 scalar array (then S = T).
+        scale: Factor on all logits.
+        sink: Whether empty slots take part as zeros instead of being masked.
+        with_slots: Whether to return the slots after the last token.
+        use_slots: Whether any token reads slots.
+        config: How to run.
+
+    Returns:
+        (output in the inputs' dtype, slot share in float32, final slots in float32 or None).
+    """
+    batch, length, _, width = query.shape
+    value_width = value.shape[3]
+    num_slots = log_gate.shape[3]
+    history = key.shape[1] - length
+    static = window is None or isinstance(window, int)
+    no_slots = window is None or num_slots == 0
+    reads = use_slots and not no_slots
+    writes = reads or (with_slots and not no_slots)
+
+    tokens_end = -length % TILE
+    history_tiles = -(-history // TILE)
+    front = history_tiles * TILE - history
+
+    def tokens(x):
+        return _pad(x, 0, tokens_end, TILE)
+
+    def keys(x):
+        return _pad(x, front, tokens_end, TILE)
+
+    shift = 0
+    if static and window is not None and (history_tiles * TILE - window) % TILE == 0:
+        # The tile that leaves is a tile of the keys: nothing is copied.
+        shift = history_tiles - window // TILE
+        leaving = keys
+    else:
+
+        def leaving(x):
+            before = max(window - history, 0) if static and window is not None else length
+            before = min(before, length)
+            x = jnp.pad(x, ((0, 0), (before, 0), (0, 0), (0, 0)))
+            if not static:
+                first = length - jnp.clip(window, 0, length)
+            else:
+                first = 0 if window is None else max(history - window, 0)
+            x = jax.lax.dynamic_slice_in_dim(x, first, length, axis=1)
+            return _pad(x, 0, tokens_end, TILE)
+
+    longest = key.shape[1] + front + tokens_end
+    reach = longest if window is None or not static else min(window, longest)
+    settings = Settings(
+        window=window if static else "traced",
+        scale=float(scale),
+        sink=bool(sink),
+        num_slots=num_slots,
+        reads=reads,
+        writes=writes,
+        near=min(reach, 2),
+        far=reach > TILE + 1 and longest > 2 * TILE,
+        history_tiles=history_tiles,
+        shift=shift,
+        config=config,
+    )
+    slots = None
+    if writes:
+        if initial_slots is None:
+            shape = (batch, key.shape[2], num_slots, width + value_width)
+            initial_slots = jnp.zeros(shape, jnp.float32)
+        slots = _pad_slots(initial_slots, width)
+    number = jnp.pad(number, ((0, 0), (0, tokens_end)), constant_values=-1)
+    out, share, final = _run(
+        settings,
+        tokens(query),
+        keys(key),
+        keys(value),
+        tokens(slot_query) if reads else None,
+        leaving(slot_key) if writes else None,
+        leaving(value) if writes else None,
+        leaving(log_gate.astype(jnp.float32)) if writes else None,
+        slots,
+        number,
+        None if static else jnp.asarray(window, jnp.int32),
+    )
+    out = out[:, :length, :, :value_width]
+    share = share[:, :length]
+    if not with_slots:
+        return out, share, None
+    if not writes:
+        shape = (batch, key.shape[2], num_slots, width + value_width)
+        final = jnp.zeros(shape, jnp.float32) if initial_slots is None else initial_slots
+        return out, share, final
+    key_part = final[:, :, :num_slots, :width]
+    first_value = width + -width % TILE
+    value_part = final[:, :, :num_slots, first_value : first_value + value_width]
+    return out, share, jnp.concatenate([key_part, value_part], axis=-1)
+
+
+def _pad(x, front, end, multiple):
+    """Zero rows on axis 1, and the last axis brought to a multiple."""
+    last = -x.shape[-1] % multiple
+    if not (front or end or last):
+        return x
+    return jnp.pad(x, ((0, 0), (front, end), (0, 0), (0, last)))
+
+
+def _pad_slots(slots, width):
+    """Pads slots, key part and value part of [B, K, M, H + V] to multiples of the tile."""
+    key, value = slots[..., :width], slots[..., width:]
+
+    def pad(x):
+        last = [-size % TILE for size in x.shape[2:]]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, last[0]), (0, last[1])))
+
+    return jnp.concatenate([pad(key), pad(value)], axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(settings, query, key, value, slot_query, slot_key, slot_value, log_gate, initial, number,
+         window):  # fmt: skip
+    """(out, slot share [B, T, N], final slots or None), all sizes multiples of the tile."""
+    results, _ = _forward(
+        settings, query, key, value, slot_query, slot_key, slot_value, log_gate, initial, number,
+        window,
+    )  # fmt: skip
+    return results
+
+
+def _plan(settings: Settings, number, window) -> Plan:
+    if settings.window != "traced":
+        window = settings.window
+    return make_plan(number, window, sink=settings.sink, history_tiles=settings.history_tiles)
+
+
+def _forward(settings: Settings, query, key, value, slot_query, slot_key, slot_value, log_gate,
+             initial, number, window):  # fmt: skip
+    plan = _plan(settings, number, window)
+    config = settings.config
+    factors = middle = exact = states = final = None
+    if settings.writes:
+        sums = gates.chunk_sums(log_gate, plan, shift=settings.shift)
+        exact = gates.is_exact(sums, query.dtype)
+        middle = gates.reference(sums, exact)
+        prepared = gates.prepare(
+            log_gate, slot_key, slot_value, plan, middle, exact,
+            shift=settings.shift, backward=False, config=config,
+        )  # fmt: skip
+        factors = prepared["factor"]
+        retained = jnp.exp(sums) * plan.kept[:, :, None, None]
+        states, final = scan(
+            prepared["added"], retained, initial,
+            reverse=False, dtype=query.dtype, config=config,
+        )  # fmt: skip
+    if not settings.reads:
+        factors = None
+    out, lse, share = output(
+        query, key, value, slot_query, slot_key, slot_value, factors, middle, exact, states, plan,
+        num_slots=settings.num_slots, scale=settings.scale, near=settings.near, far=settings.far,
+        history_tiles=settings.history_tiles, shift=settings.shift, config=config,
+    )  # fmt: skip
+    share = jnp.swapaxes(share, 1, 2)
+    saved = (
+        query, key, value, slot_query, slot_key, slot_value, log_gate, number, window, out, lse,
+        states,
+    )  # fmt: skip
+    return (out, share, final), saved
+
+
+def _backward(settings, saved, cotangents):
+    raise NotImplementedError
+
+
+_run.defvjp(_forward, _backward)
