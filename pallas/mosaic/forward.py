@@ -20,10 +20,12 @@ from pallas.mosaic.tiles import (
     indices,
     launch,
     load,
+    loop,
     multiply,
     over_columns,
     over_rows,
     product,
+    remainder,
     spare,
     spare_tiles,
     tile_ref,
@@ -134,7 +136,7 @@ def output(
             """Tile `back` before the chunk's own, into buffer `back` mod 2."""
             tile = jnp.maximum(chunk + history_tiles - back, 0)
             source = pl.ds(tile * TILE, TILE)
-            slot = lax.rem(back, 2)
+            slot = remainder(back, 2)
             barrier = ref.window_arrived.at[slot]
             plgpu.copy_gmem_to_smem(ref.key.at[row, source, head], ref.key_s.at[slot], barrier)
             plgpu.copy_gmem_to_smem(ref.value.at[row, source, head], ref.value_s.at[slot], barrier)
@@ -192,7 +194,7 @@ def output(
             """Logits in powers of two against tile `back`, minus infinity where not visible."""
 
             def run(accumulated):
-                plgpu.wgmma(accumulated, query, ref.key_s.at[lax.rem(back, 2)].T)
+                plgpu.wgmma(accumulated, query, ref.key_s.at[remainder(back, 2)].T)
                 return accumulated[...]
 
             logits = pl.run_scoped(run, accumulator(TILE))
@@ -239,7 +241,7 @@ def output(
                 def stream(step, carry):
                     top, total, summed = carry
                     back = first - step
-                    slot = lax.rem(back, 2)
+                    slot = remainder(back, 2)
                     plgpu.barrier_wait(ref.window_arrived.at[slot])
                     logits = window_logits(rotated, back)
                     above = jnp.maximum(top, logits.max(axis=1))
@@ -259,7 +261,7 @@ def output(
                     full(0, BY_ROW, (TILE,)),
                     full(0, MATRIX, (TILE, value_width)),
                 )
-                top, total, summed = lax.fori_loop(0, first - 1, stream, start)
+                top, total, summed = loop(first - 1, stream, start)
                 plgpu.barrier_wait(ref.window_arrived.at[1])
                 plgpu.barrier_wait(ref.window_arrived.at[0])
 
@@ -298,7 +300,7 @@ def output(
                         masked = jnp.where(mask, products, 0.0).astype(dtype)
                         return so_far + product(masked, writer_s, left(0)) * reader
 
-                    raw = lax.fori_loop(0, num_levels, spread, carried_logits)
+                    raw = loop(num_levels, spread, carried_logits)
                     exists = (since < TILE) & (columns + tile * TILE < num_slots)
                     slot_logits.append(jnp.where(exists, raw * factor, -jnp.inf))
 
@@ -332,7 +334,7 @@ def output(
 
                 if mixed is None:
                     mixed = plgpu.layout_cast(jnp.zeros(square, jnp.float32), MATRIX)
-                mixed = lax.fori_loop(0, num_levels, collect, mixed)
+                mixed = loop(num_levels, collect, mixed)
                 from_start = load(ref.factor_s.at[tile, FROM_START]).astype(jnp.float32)
                 carry = from_start * over_columns(jnp.exp(load(ref.middle_s.at[tile], BY_COLUMN)))
                 carry = jnp.where(over_rows(load(ref.from_s, BY_ROW)) < 0, carry, 0.0)
@@ -382,7 +384,7 @@ def output(
             plgpu.commit_smem()
             return None
 
-        lax.fori_loop(0, heads_each, one_head, None)
+        loop(heads_each, one_head, None)
         plgpu.wait_smem_to_gmem(0)
 
     inputs = {

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas.mosaic.config import MosaicConfig
-from pallas.mosaic.tiles import BY_ROW, launch, load, over_rows
+from pallas.mosaic.tiles import BY_ROW, launch, load, loop, over_rows, remainder
 
 
 def scan(
@@ -58,9 +58,9 @@ def scan(
         plgpu.barrier_wait(ref.ready)
 
         def advance(step, state):
-            stage = lax.rem(step, stages)
+            stage = remainder(step, stages)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            outgoing = ref.before_s.at[lax.rem(step, 2)]
+            outgoing = ref.before_s.at[remainder(step, 2)]
             outgoing[...] = state.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(outgoing, ref.before.at[row, chunk_of(step), head, :, here])
@@ -76,7 +76,7 @@ def scan(
 
             return state
 
-        state = lax.fori_loop(0, chunks, advance, load(ref.state_s))
+        state = loop(chunks, advance, load(ref.state_s))
         ref.state_s[...] = state
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ref.state_s, ref.final.at[row, head, :, here])

@@ -87,6 +87,16 @@ def product(left, right, spare, rows: int = TILE):
     return pl.run_scoped(run, accumulator(columns, rows))
 
 
+def remainder(index, divisor: int) -> jax.Array:
+    """`index % divisor` for an index that is not negative, in int32 with 64-bit types on too."""
+    return jax.lax.rem(index, jnp.int32(divisor))
+
+
+def loop(count, body, start) -> Any:
+    """`fori_loop` from 0 to `count` with an int32 counter."""
+    return jax.lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, start)
+
+
 def launch(body, name, *, inputs, outputs, scratch, grid, warpgroups=1) -> dict[str, jax.Array]:
     """Runs a kernel whose body takes one namespace of references: inputs, outputs, scratch.
 
