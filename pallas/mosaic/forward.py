@@ -15,6 +15,8 @@ from pallas.mosaic.tiles import (
     BY_ROW,
     LOG2E,
     MATRIX,
+    RESERVED_BYTES,
+    SHARED_MEMORY_BYTES,
     TILE,
     accumulator,
     indices,
@@ -33,9 +35,6 @@ from pallas.mosaic.tiles import (
 
 # Stands for the maximum of no logits: exp2 of minus infinity minus it is 0, not NaN.
 EMPTY_MAXIMUM = -1e30
-SHARED_MEMORY_BYTES = 227 * 1024
-# Vectors, barriers, and what the compiler takes to reduce rows.
-RESERVED_BYTES = 8 * 1024
 
 
 def output(
@@ -367,6 +366,7 @@ def output(
             result = result * over_rows(per_mass, result.shape)
 
             # The store of the head before has left the buffers: it was awaited below.
+            plgpu.commit_smem()  # and everyone is done with the queries
             destination = (
                 ref.out_s.at[worker] if value_width != width else ref.query_s.at[worker, 0]
             )

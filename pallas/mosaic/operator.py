@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas.mosaic import gates
+from pallas.mosaic.backward_gates import write_gradient
+from pallas.mosaic.backward_slots import slot_gradient, slot_sums
+from pallas.mosaic.backward_window import window_key_gradient, window_query_gradient
 from pallas.mosaic.config import MosaicConfig
 from pallas.mosaic.forward import output
 from pallas.mosaic.plan import Plan, make_plan
@@ -244,14 +247,92 @@ def _forward(settings: Settings, query, key, value, slot_query, slot_key, slot_v
     )  # fmt: skip
     share = jnp.swapaxes(share, 1, 2)
     saved = (
-        query, key, value, slot_query, slot_key, slot_value, log_gate, number, window, out, lse,
-        states,
+        query, key, value, slot_query, slot_key, slot_value, log_gate, number, window, out, share,
+        lse, states,
     )  # fmt: skip
     return (out, share, final), saved
 
 
-def _backward(settings, saved, cotangents):
-    raise NotImplementedError
+def _backward(settings: Settings, saved, cotangents):
+    (
+        query, key, value, slot_query, slot_key, slot_value, log_gate, number, window, out, share,
+        lse, states,
+    ) = saved  # fmt: skip
+    out_gradient, share_gradient, final_gradient = cotangents
+    plan = _plan(settings, number, window)
+    config = settings.config
+    num_kv_heads = value.shape[2]
+    wide = jnp.float32
+    delta = jnp.sum(out_gradient.astype(wide) * out.astype(wide), axis=-1)
+    share_gradient = share_gradient.astype(wide)
+    delta += share_gradient * share
+    delta = jnp.swapaxes(delta, 1, 2)
+
+    query_gradient = jnp.zeros_like(query)
+    key_gradient, value_gradient = jnp.zeros_like(key), jnp.zeros_like(value)
+    if settings.near:
+        window_arguments = (query, key, value, out_gradient, lse, delta, plan)
+        query_gradient = window_query_gradient(
+            *window_arguments, scale=settings.scale, near=settings.near, far=settings.far,
+            history_tiles=settings.history_tiles, config=config,
+        )  # fmt: skip
+        key_gradient, value_gradient = window_key_gradient(
+            *window_arguments, scale=settings.scale, history_tiles=settings.history_tiles,
+            config=config,
+        )  # fmt: skip
+    gradients = [query_gradient, key_gradient, value_gradient]
+    if not settings.writes:
+        return (*gradients, None, None, None, None, None, None, None)
+
+    sums = gates.chunk_sums(log_gate, plan, shift=settings.shift)
+    exact = gates.is_exact(sums, query.dtype)
+    middle = gates.reference(sums, exact)
+    retained = jnp.exp(sums) * plan.kept[:, :, None, None]
+    # The factors are made again: keeping them would cost more memory than all else together.
+    prepared = gates.prepare(
+        log_gate, slot_key, slot_value, plan, middle, exact,
+        shift=settings.shift, backward=True, config=config,
+    )  # fmt: skip
+    reads = slot_query_gradient = None
+    if settings.reads:
+        reads = slot_gradient(
+            slot_query, slot_key, slot_value, out_gradient, jnp.swapaxes(share_gradient, 1, 2),
+            lse, delta, prepared["factor"], middle, exact, states, plan,
+            num_slots=settings.num_slots, scale=settings.scale, shift=settings.shift,
+            config=config,
+        )  # fmt: skip
+        slot_query_gradient = jnp.sum(reads["query"], axis=0).astype(query.dtype)
+        direct, reads["key"], reads["value"] = slot_sums(
+            slot_query, out_gradient, reads["matrices"], num_kv_heads=num_kv_heads, config=config
+        )
+    else:
+        direct = jnp.zeros(states.shape, wide)
+    state_gradients, initial_gradient = scan(
+        direct, retained, final_gradient, reverse=True, dtype=query.dtype, config=config
+    )
+    slot_key_gradient, slot_value_gradient, gate_gradient = write_gradient(
+        log_gate, slot_key, slot_value, prepared["weight"], states, state_gradients, retained,
+        reads, plan, shift=settings.shift, config=config,
+    )  # fmt: skip
+
+    def placed(x, like):
+        """From the chunk that writes a token to the token's own row."""
+        x = x.astype(like.dtype)
+        first = settings.shift * TILE
+        last = like.shape[1] - first - x.shape[1]
+        none = (0, 0, 0)
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), (none, (first, last, 0), none, none))
+
+    return (
+        *gradients,
+        slot_query_gradient,
+        placed(jnp.sum(slot_key_gradient, axis=0), slot_key),
+        placed(jnp.sum(slot_value_gradient, axis=0), slot_value),
+        placed(gate_gradient, log_gate),
+        initial_gradient,
+        None,
+        None,
+    )
 
 
 _run.defvjp(_forward, _backward)

@@ -18,6 +18,10 @@ MATRIX = plgpu.Layout.WGMMA
 BY_ROW = MATRIX.reduce(1)
 BY_COLUMN = MATRIX.reduce(0)
 
+SHARED_MEMORY_BYTES = 227 * 1024
+# Vectors, barriers, and what the compiler takes to reduce rows.
+RESERVED_BYTES = 8 * 1024
+
 # A chunk whose gates sum to less than this takes the exact form (`gates`): beyond it the factors
 # exp(+-sum/2) of the one-reference form leave the range, or the precision, of the input dtype.
 ONE_REFERENCE_LIMIT = {jnp.dtype(jnp.bfloat16): -100.0, jnp.dtype(jnp.float16): -12.0}
