@@ -79,6 +79,7 @@ def slot_gradient(
     num_slots: int,
     scale: float,
     shift: int,
+    measure: bool,
     config: MosaicConfig,
 ) -> dict[str, Array]:
     """Gradients of the slot queries and of the gates passed, and the matrices of `slot_sums`.
@@ -91,9 +92,10 @@ def slot_gradient(
     0.25 ms at 700 TFLOP/s.
 
     Returns:
-        "query" [tiles, B, T, N, H], a part for each tile of slots; "matrices"
-        [B, N, tiles, 4, T, TILE]; "gate" and "strength" [B, n, K, workers, C, M] float32, the gate
-        terms described above, a part for each warpgroup.
+        With `measure` only "along" [tiles, B, N, T], the slots' part of delta from the very
+        products that the gradients are made of. Otherwise "query" [tiles, B, T, N, H], a part for
+        each tile of slots; "matrices" [B, N, tiles, 4, T, TILE]; "gate" and "strength"
+        [B, n, K, workers, C, M] float32, the gate terms described above, a part for each warpgroup.
     """
     batch, length, num_heads, width = slot_query.shape
     num_kv_heads, value_width = slot_value.shape[2:]
@@ -146,8 +148,9 @@ def slot_gradient(
         left = [spare(ref, index, worker) for index in range(2)]
         # Matrices on their way to products that need them in shared memory, and out.
         matrix = [ref.matrix_s.at[worker, index] for index in range(4)]
-        gate_out = ref.gate.at[row, chunk, head, worker, :, slots]
-        strength_out = ref.strength.at[row, chunk, head, worker, :, slots]
+        if not measure:
+            gate_out = ref.gate.at[row, chunk, head, worker, :, slots]
+            strength_out = ref.strength.at[row, chunk, head, worker, :, slots]
 
         def since():
             return over_rows(load(ref.from_s, BY_ROW))
@@ -186,7 +189,7 @@ def slot_gradient(
             return reader, ref.factor_s.at[place], bare
 
         def masked_sums(mask, terms):
-            """Sums of rows of float32 terms as two tiles of the dtype, one for each row of a mask."""
+            """For each row of a mask the sum of float32 rows, split into two tiles of the dtype."""
             high = terms.astype(dtype)
             plgpu.commit_smem()  # everyone is done with the matrices
             matrix[0][...] = jnp.where(mask, 1.0, 0.0).astype(dtype)
@@ -206,7 +209,7 @@ def slot_gradient(
             absolute = head * group + worker * heads_each + index
             barrier = ref.queried.at[worker]
             rows_s = ref.row_s.at[worker]
-            copy(ref.query.at[row, here, absolute], queries, barrier)
+            copy(ref.queries.at[row, here, absolute], queries, barrier)
             copy(ref.cotangent.at[row, here, absolute], cotangents, barrier)
             copy(ref.lse.at[row, absolute, here], rows_s.at[0], barrier)
             copy(ref.delta.at[row, absolute, here], rows_s.at[1], barrier)
@@ -252,6 +255,14 @@ def slot_gradient(
             exists = (since() < TILE) & (columns + tile * TILE < num_slots)
             weights = jnp.exp2(logits * factor - over_rows(load(rows_s.at[0], BY_ROW)))
             weights = jnp.where(exists, weights, 0.0)
+            if measure:
+                along = weights * (weighted + over_rows(load(rows_s.at[2], BY_ROW)))
+                rows_s[3] = along.sum(axis=1)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(rows_s.at[3], ref.along.at[tile, row, absolute, here])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.commit_smem()
+                return sums
             off = load(rows_s.at[2], BY_ROW) - load(rows_s.at[1], BY_ROW)
             gradients = scale * weights * (weighted + over_rows(off))
             rest = gradients * logits + weights * weighted
@@ -339,7 +350,7 @@ def slot_gradient(
                 return accumulated[...]
 
             result = pl.run_scoped(query_gradient, accumulator(width))
-            destination = ref.query_gradient.at[tile, row, here, absolute]
+            destination = ref.query.at[tile, row, here, absolute]
             plgpu.commit_smem()  # everyone is done with the queries
             if query_dtype == dtype:
                 queries[...] = result.astype(dtype)
@@ -353,11 +364,16 @@ def slot_gradient(
 
         zero = plgpu.layout_cast(jnp.zeros(square, jnp.float32), MATRIX)
 
-        @pl.when(exact_chunk == 1)
-        def _():
-            gate_out[...] = zero
+        if not measure:
+
+            @pl.when(exact_chunk == 1)
+            def _():
+                gate_out[...] = zero
 
         rest, strength = loop(heads_each, one_head, (zero, zero))
+        if measure:
+            plgpu.wait_smem_to_gmem(0)
+            return
         passed = masked_sums(columns >= rows, rest)
 
         @pl.when(exact_chunk == 0)
@@ -374,11 +390,21 @@ def slot_gradient(
 
     gate_shape = (batch, chunks, num_kv_heads, warpgroups, TILE, padded_slots)
     matrices = (batch, num_heads, slot_tiles, 4, length, TILE)
-    results = launch(
+    if measure:
+        along = (slot_tiles, batch, num_heads, length)
+        outputs = {"along": jax.ShapeDtypeStruct(along, jnp.float32)}
+    else:
+        outputs = {
+            "query": jax.ShapeDtypeStruct((slot_tiles, *slot_query.shape), query_dtype),
+            "matrices": jax.ShapeDtypeStruct(matrices, dtype),
+            "gate": jax.ShapeDtypeStruct(gate_shape, jnp.float32),
+            "strength": jax.ShapeDtypeStruct(gate_shape, jnp.float32),
+        }
+    return launch(
         body,
-        "nha_slot_gradient",
+        "nha_slot_measure" if measure else "nha_slot_gradient",
         inputs={
-            "query": slot_query,
+            "queries": slot_query,
             "slot_key": slot_key,
             "slot_value": slot_value,
             "cotangent": cotangent,
@@ -391,16 +417,11 @@ def slot_gradient(
             "state": states,
             "slot_from": plan.slot_from,
         },
-        outputs={
-            "query_gradient": jax.ShapeDtypeStruct((slot_tiles, *slot_query.shape), query_dtype),
-            "matrices": jax.ShapeDtypeStruct(matrices, dtype),
-            "gate": jax.ShapeDtypeStruct(gate_shape, jnp.float32),
-            "strength": jax.ShapeDtypeStruct(gate_shape, jnp.float32),
-        },
+        outputs=outputs,
         scratch={
             "query_s": tile_ref((warpgroups, TILE, width), dtype),
             "cotangent_s": tile_ref((warpgroups, TILE, value_width), dtype),
-            "row_s": plgpu.SMEM((warpgroups, 3, TILE), jnp.float32),
+            "row_s": plgpu.SMEM((warpgroups, 4, TILE), jnp.float32),
             "slot_key_s": tile_ref((TILE, width), dtype),
             "slot_value_s": tile_ref((TILE, value_width), dtype),
             "state_key_s": tile_ref((TILE, width), dtype),
@@ -417,8 +438,6 @@ def slot_gradient(
         grid={"chunk": chunks, "head": num_kv_heads, "tile": slot_tiles, "batch": batch},
         warpgroups=warpgroups,
     )
-    results["query"] = results.pop("query_gradient")
-    return results
 
 
 def slot_sums(
@@ -483,10 +502,10 @@ def slot_sums(
                     plgpu.commit_smem()
 
                     @pl.when(step + stages < group)
-                    def _():
+                    def _fetch_next():
                         fetch(step + stages, stage)
 
-                    return None
+                    return
 
                 loop(group, one, None)
                 return carried_sum[...], mixed_sum[...]
@@ -500,15 +519,13 @@ def slot_sums(
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(worker == 0)
-        def _():
+        def _key_side():
             side(0, ref.query, ref.query_s, CARRIED_KEY, MIXED_KEY, pl.ds(0, width), ref.key)
 
         @pl.when(worker == 1)
-        def _():
+        def _value_side():
             columns = pl.ds(width, value_width)
-            side(
-                1, ref.cotangent, ref.cotangent_s, CARRIED_VALUE, MIXED_VALUE, columns, ref.value
-            )
+            side(1, ref.cotangent, ref.cotangent_s, CARRIED_VALUE, MIXED_VALUE, columns, ref.value)
 
     state = (batch, chunks, num_kv_heads, slot_tiles * TILE, width + value_width)
     writes = (slot_tiles, batch, length, num_kv_heads)

@@ -1,5 +1,7 @@
 """The output: one softmax over the slots and the window, a chunk of tokens at a time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -230,11 +232,14 @@ def output(
             if far:
                 fetch_window(first)
                 fetch_window(first - 1)
+            rotated = ref.query_s.at[worker, 0]
             if near:
                 plgpu.barrier_wait(ref.queried.at[worker, 0])
-                rotated = ref.query_s.at[worker, 0]
 
-            top = total = summed = None
+            top: Any = None
+            total: Any = None
+            summed: Any = None
+            fade: Any = None
             if far:
 
                 def stream(step, carry):
@@ -382,12 +387,12 @@ def output(
             plgpu.copy_smem_to_gmem(ref.row_s.at[worker, 1], ref.share.at[row, absolute, here])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
-            return None
+            return
 
         loop(heads_each, one_head, None)
         plgpu.wait_smem_to_gmem(0)
 
-    inputs = {
+    inputs: dict[str, Any] = {
         "query": query,
         "key": key,
         "value": value,
@@ -429,15 +434,12 @@ def output(
             "level_arrived": plgpu.Barrier(num_barriers=warpgroups),
         }
     rows = jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32)
+    out = jax.ShapeDtypeStruct((*query.shape[:3], value_width), dtype)
     results = launch(
         body,
         "nha_output",
         inputs=inputs,
-        outputs={
-            "out": jax.ShapeDtypeStruct((*query.shape[:3], value_width), dtype),
-            "lse": rows,
-            "share": rows,
-        },
+        outputs={"out": out, "lse": rows, "share": rows},
         scratch=scratch | spare_tiles(config, 5, dtype, warpgroups),
         grid={"chunk": chunks, "head": num_kv_heads, "batch": batch},
         warpgroups=warpgroups,

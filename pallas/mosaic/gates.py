@@ -55,7 +55,7 @@ WRITER_BARE, LEVELS_BARE = 9, 10
 BACKWARD_FACTORS = 16
 
 
-def level_bounds(level, exact):
+def level_bounds(level, exact) -> tuple[jax.Array, jax.Array]:
     """Bounds (low, high) of t ^ j for the pairs of a level; `exact` is 0 or 1, both scalars."""
     half = lax.shift_right_logical(jnp.int32(HALVES[0]), level)
     low = exact * half
@@ -63,7 +63,7 @@ def level_bounds(level, exact):
     return low, high
 
 
-def level_mask(rows, columns, level, exact):
+def level_mask(rows, columns, level, exact) -> jax.Array:
     """Pairs (reader t in rows, writer j in columns) of a level."""
     low, high = level_bounds(level, exact)
     apart = rows ^ columns
@@ -93,12 +93,12 @@ def is_exact(sums: Float[Array, "B n K M"], dtype) -> Int[Array, "B n K"]:
     return (jnp.min(sums, axis=-1) < limit).astype(jnp.int32)
 
 
-def reference(sums, exact):
+def reference(sums, exact) -> jax.Array:
     """R of the one-reference form; 0 for exact chunks, whose factors have none."""
     return jnp.where(exact[..., None] == 1, 0, sums / 2)
 
 
-def strength(log_gate, written):
+def strength(log_gate, written) -> jax.Array:
     """1 - exp(g), accurate near 0 (the kernels have no expm1); 0 where nothing is written."""
     series = log_gate * (1 / 6 + log_gate * (1 / 24 + log_gate * (1 / 120)))
     series = log_gate * (1 + log_gate * (0.5 + series))
@@ -115,7 +115,7 @@ def split_gates(log_gate, parts) -> None:
     plgpu.commit_smem()
 
 
-def masked_sums(mask, parts, left):
+def masked_sums(mask, parts, left) -> jax.Array:
     """Sums of rows of a split tile, one for each row of a mask [TILE, TILE]."""
     ones = jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)
 

@@ -30,21 +30,22 @@ ONE_REFERENCE_LIMIT = {jnp.dtype(jnp.bfloat16): -100.0, jnp.dtype(jnp.float16): 
 GATE_FLOOR = -25.0
 
 
-def tile_ref(shape: tuple[int, ...], dtype):
+def tile_ref(shape: tuple[int, ...], dtype) -> Any:
     """Shared memory for tiles, swizzled as TMA and the tensor cores want it."""
     columns = 128 // jnp.dtype(dtype).itemsize
     if shape[-1] % columns:
         return plgpu.SMEM(shape, dtype)
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    transforms: Any = [plgpu.TilingTransform, plgpu.SwizzleTransform]
+    transforms = (transforms[0]((8, columns)), transforms[1](128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def accumulator(columns: int, rows: int = TILE):
+def accumulator(columns: int, rows: int = TILE) -> Any:
     """Registers that products add up in."""
     return plgpu.ACC((rows, columns), jnp.float32)
 
 
-def indices(shape: tuple[int, int] = (TILE, TILE)):
+def indices(shape: tuple[int, int] = (TILE, TILE)) -> tuple[jax.Array, jax.Array]:
     """Row and column numbers of a tile."""
     return (
         plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX),
@@ -52,17 +53,17 @@ def indices(shape: tuple[int, int] = (TILE, TILE)):
     )
 
 
-def load(ref, layout=MATRIX):
+def load(ref, layout=MATRIX) -> jax.Array:
     """A shared-memory tile or vector as a register value."""
     return plgpu.load(ref, (), layout=layout)
 
 
-def over_rows(vector, shape=(TILE, TILE)):
+def over_rows(vector, shape=(TILE, TILE)) -> jax.Array:
     """A value a row, spread over the columns."""
     return jax.lax.broadcast_in_dim(vector, shape, [0])
 
 
-def over_columns(vector, shape=(TILE, TILE)):
+def over_columns(vector, shape=(TILE, TILE)) -> jax.Array:
     """A value a column, spread over the rows."""
     return jax.lax.broadcast_in_dim(vector, shape, [1])
 
@@ -80,7 +81,7 @@ def multiply(accumulated, left, right, spare) -> None:
         plgpu.wgmma(accumulated, spare, right)
 
 
-def product(left, right, spare, rows: int = TILE):
+def product(left, right, spare, rows: int = TILE) -> jax.Array:
     """The product left @ right as a float32 register value."""
 
     def run(accumulated):
