@@ -16,6 +16,8 @@ sums of P); in the exact form level by level, row sums for gates right of a bloc
 column sums left of it, never a difference. The strength of writer j gets its column sum without s.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -148,6 +150,8 @@ def slot_gradient(
         left = [spare(ref, index, worker) for index in range(2)]
         # Matrices on their way to products that need them in shared memory, and out.
         matrix = [ref.matrix_s.at[worker, index] for index in range(4)]
+        gate_out: Any = None
+        strength_out: Any = None
         if not measure:
             gate_out = ref.gate.at[row, chunk, head, worker, :, slots]
             strength_out = ref.strength.at[row, chunk, head, worker, :, slots]
@@ -182,7 +186,7 @@ def slot_gradient(
 
             def bare():
                 source = own_factors.at[bare_place, :, slots]
-                factor = plgpu.load(source, (), layout=MATRIX, optimized=False)
+                factor = plgpu.load(source, layout=MATRIX, optimized=False)
                 factor = factor.astype(jnp.float32)
                 return factor + (1 - factor) * own
 
@@ -318,7 +322,7 @@ def slot_gradient(
                     inside = (rows ^ columns) < half
                     right = ((rows & half) != 0) & (columns >= rows)
                     passed = right | (((rows & half) == 0) & (columns < rows))
-                    levels = plgpu.load(gate_out, (), layout=MATRIX, optimized=False)
+                    levels = plgpu.load(gate_out, layout=MATRIX, optimized=False)
                     gate_out[...] = levels + masked_sums(inside & passed, read + written)
                     return read
 
@@ -382,7 +386,7 @@ def slot_gradient(
 
         @pl.when(exact_chunk == 1)
         def _():
-            levels = plgpu.load(gate_out, (), layout=MATRIX, optimized=False)
+            levels = plgpu.load(gate_out, layout=MATRIX, optimized=False)
             gate_out[...] = levels + passed
 
         strength_out[...] = strength

@@ -38,6 +38,7 @@ from pallas.mosaic.tiles import (
     indices,
     launch,
     load,
+    loop,
     multiply,
     over_columns,
     over_rows,
@@ -232,15 +233,19 @@ def prepare(
         @pl.when(is_exact_chunk == 1)
         def _():
             rows, _ = indices(shape)
-            for place, half in enumerate(HALVES):
-                right = (reader & half) != 0
+
+            def level(index, _):
+                half = lax.shift_right_logical(jnp.int32(HALVES[0]), index)
                 inside = (reader ^ passed) < half
-                left_half = (reader & half) == 0
-                mask = inside & ((right & (passed <= reader)) | (left_half & (passed > reader)))
+                right = ((reader & half) != 0) & (passed <= reader)
+                mask = inside & (right | (((reader & half) == 0) & (passed > reader)))
                 factor = jnp.exp(masked_sums(mask, ref.parts_s, left))
-                put(LEVELS + place, jnp.where((rows & half) != 0, factor, factor * strengths))
+                put(LEVELS + index, jnp.where((rows & half) != 0, factor, factor * strengths))
                 if backward:
-                    put(LEVELS_BARE + place, factor)
+                    put(LEVELS_BARE + index, factor)
+                return
+
+            loop(len(HALVES), level, None)
             put(LEVELS + len(HALVES), strengths)
 
         plgpu.wait_smem_to_gmem(0)

@@ -56,11 +56,11 @@ def make_plan(
     local_start = jnp.maximum(start - chunk_start, -1)
     by_chunk = local_start.reshape(batch, chunks, TILE)
     open_from = by_chunk[:, :, -1:]
-    lasting = jnp.arange(TILE, dtype=jnp.int32) >= open_from
+    lasting = (row - chunk_start).reshape(1, chunks, TILE) >= open_from
     lasting = written & lasting.reshape(batch, length)
     beyond = jnp.maximum(reach - (row - chunk_start), 0).reshape(batch, chunks, TILE)
     tiles_back = jnp.max(-(-beyond // TILE), axis=2)
-    oldest = jnp.arange(chunks, dtype=jnp.int32) + history_tiles - tiles_back
+    oldest = jnp.arange(chunks, dtype=jnp.int32)[None] + history_tiles - tiles_back
     # The oldest tile in reach never moves back over the tokens, but for chunks of padding alone.
     oldest = jax.lax.cummin(oldest, axis=1, reverse=True)
     tiles = jnp.arange(chunks + history_tiles, dtype=jnp.int32)

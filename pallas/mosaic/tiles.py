@@ -55,7 +55,7 @@ def indices(shape: tuple[int, int] = (TILE, TILE)) -> tuple[jax.Array, jax.Array
 
 def load(ref, layout=MATRIX) -> jax.Array:
     """A shared-memory tile or vector as a register value."""
-    return plgpu.load(ref, (), layout=layout)
+    return plgpu.load(ref, layout=layout)
 
 
 def over_rows(vector, shape=(TILE, TILE)) -> jax.Array:
