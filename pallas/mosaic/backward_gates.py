@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas.mosaic.config import MosaicConfig
 from pallas.mosaic.gates import masked_sums, split_gates, strength
 from pallas.mosaic.plan import LASTING, UNWRITTEN, Plan
 from pallas.mosaic.tiles import (
@@ -31,8 +30,6 @@ from pallas.mosaic.tiles import (
     load,
     over_columns,
     over_rows,
-    spare,
-    spare_tiles,
     tile_ref,
 )
 
@@ -49,7 +46,6 @@ def write_gradient(
     plan: Plan,
     *,
     shift: int,
-    config: MosaicConfig,
 ) -> tuple[Array, Array, Array]:
     """Gradients of the tokens written, a chunk at a time.
 
@@ -71,7 +67,6 @@ def write_gradient(
             writes read inside the chunk; None where slots are not read.
         plan: Masks.
         shift: Tile that chunk 0 writes.
-        config: How to run.
 
     Returns:
         Gradients of slot keys [tiles, B, T, K, H] and values [tiles, B, T, K, V], a part for each
@@ -114,13 +109,12 @@ def write_gradient(
             copy(ref.strength.at[terms], ref.strength_s.at[worker], ref.arrived)
         plgpu.barrier_wait(ref.arrived)
 
-        left = spare(ref, 0)
         rows, passed_by = indices()
         kind = over_rows(load(ref.write_s, BY_ROW))
         written = kind != UNWRITTEN
         gates = jnp.where(written, jnp.maximum(load(ref.gate_s), GATE_FLOOR), 0.0)
         split_gates(gates, ref.parts_s)
-        to_end = jnp.exp(masked_sums(passed_by > rows, ref.parts_s, left))
+        to_end = jnp.exp(masked_sums(passed_by > rows, ref.parts_s, ref.mask_s))
         to_end = jnp.where(kind == LASTING, to_end, 0.0)
 
         def along(accumulated):
@@ -139,7 +133,7 @@ def write_gradient(
         ref.kept_s[...] = kept
         plgpu.commit_smem()  # and everyone is done with the split gates
         split_gates(strength(gates, written) * to_end * products, ref.parts_s)
-        total = masked_sums(passed_by < rows, ref.parts_s, left)
+        total = masked_sums(passed_by < rows, ref.parts_s, ref.mask_s)
         kept = load(ref.kept_s, BY_COLUMN) * load(ref.retained_s, BY_COLUMN)
         total = total + over_columns(kept)
         by_strength = to_end * products
@@ -194,6 +188,7 @@ def write_gradient(
     scratch = {
         "gate_s": tile_ref(square, jnp.float32),
         "parts_s": tile_ref((2, *square), jnp.bfloat16),
+        "mask_s": tile_ref(square, jnp.bfloat16),
         "weight_s": tile_ref(square, dtype),
         "write_s": plgpu.SMEM((TILE,), jnp.int32),
         "retained_s": plgpu.SMEM((TILE,), jnp.float32),
@@ -214,7 +209,7 @@ def write_gradient(
             "value_gradient": jax.ShapeDtypeStruct((*rows, value_width), parts_dtype),
             "gate_gradient": jax.ShapeDtypeStruct((*rows[1:], padded_slots), jnp.float32),
         },
-        scratch=scratch | spare_tiles(config, 1, jnp.bfloat16),
+        scratch=scratch,
         grid={"chunk": chunks, "head": num_kv_heads, "tile": slot_tiles, "batch": batch},
     )
     return results["key_gradient"], results["value_gradient"], results["gate_gradient"]

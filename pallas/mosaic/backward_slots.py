@@ -50,12 +50,9 @@ from pallas.mosaic.tiles import (
     launch,
     load,
     loop,
-    multiply,
     over_columns,
     over_rows,
     remainder,
-    spare,
-    spare_tiles,
     tile_ref,
 )
 
@@ -147,7 +144,6 @@ def slot_gradient(
         exact_chunk = ref.exact[row, chunk, head]
         num_levels = 1 + exact_chunk * len(HALVES)
         queries, cotangents = ref.query_s.at[worker], ref.cotangent_s.at[worker]
-        left = [spare(ref, index, worker) for index in range(2)]
         # Matrices on their way to products that need them in shared memory, and out.
         matrix = [ref.matrix_s.at[worker, index] for index in range(4)]
         gate_out: Any = None
@@ -244,12 +240,19 @@ def slot_gradient(
                 mask = level_mask(rows, columns, level, exact_chunk)
                 return jnp.where(mask, products.astype(jnp.float32), 0.0).astype(dtype)
 
+            def put_products(level):
+                plgpu.commit_smem()  # everyone is done with the matrices
+                matrix[0][...] = on_level(key_products, level)
+                matrix[1][...] = on_level(value_products, level)
+                plgpu.commit_smem()
+
             def spread(level, so_far):
                 reader, writer_s, _ = level_factors(level)
+                put_products(level)
 
                 def run(first, second):
-                    multiply(first, on_level(key_products, level), writer_s, left[0])
-                    multiply(second, on_level(value_products, level), writer_s, left[1])
+                    plgpu.wgmma(first, matrix[0], writer_s)
+                    plgpu.wgmma(second, matrix[1], writer_s)
                     return plgpu.wgmma_accumulator_load(first, wait_n=1), second[...]
 
                 first, second = pl.run_scoped(run, accumulator(TILE), accumulator(TILE))
@@ -278,8 +281,11 @@ def slot_gradient(
                 mask = level_mask(rows, columns, level, exact_chunk)
                 read_gradients = (gradients * reader).astype(dtype)
                 read_weights = (weights * reader).astype(dtype)
-                matrix[0][...] = on_level(key_products, level)
-                matrix[1][...] = on_level(value_products, level)
+
+                @pl.when(exact_chunk == 1)
+                def _():
+                    put_products(level)  # else those of the only level are there already
+
                 matrix[2][...] = read_gradients
                 matrix[3][...] = read_weights
                 plgpu.commit_smem()
@@ -437,8 +443,7 @@ def slot_gradient(
             "arrived": plgpu.Barrier(num_arrivals=8),
             "queried": plgpu.Barrier(num_arrivals=5, num_barriers=warpgroups),
             "level_arrived": plgpu.Barrier(num_barriers=warpgroups),
-        }
-        | spare_tiles(config, 2, dtype, warpgroups),
+        },
         grid={"chunk": chunks, "head": num_kv_heads, "tile": slot_tiles, "batch": batch},
         warpgroups=warpgroups,
     )

@@ -26,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas.mosaic.config import MosaicConfig
 from pallas.mosaic.plan import LASTING, UNWRITTEN, Plan
 from pallas.mosaic.tiles import (
     BY_COLUMN,
@@ -39,11 +38,8 @@ from pallas.mosaic.tiles import (
     launch,
     load,
     loop,
-    multiply,
     over_columns,
     over_rows,
-    spare,
-    spare_tiles,
     tile_ref,
 )
 
@@ -82,8 +78,7 @@ def chunk_sums(
     chunks = length // TILE
     tile = jnp.maximum(jnp.arange(chunks) + shift, 0)
     tiles = log_gate.reshape(batch, -1, TILE, *log_gate.shape[2:])
-    if shift:
-        tiles = jnp.take(tiles, tile, axis=1)
+    tiles = jnp.take(tiles, tile, axis=1) if shift else tiles[:, :chunks]
     written = (plan.write != UNWRITTEN).reshape(batch, chunks, TILE, 1, 1)
     return jnp.sum(jnp.where(written, jnp.maximum(tiles, GATE_FLOOR), 0), axis=2)
 
@@ -117,12 +112,18 @@ def split_gates(log_gate, parts) -> None:
 
 
 def masked_sums(mask, parts, left) -> jax.Array:
-    """Sums of rows of a split tile, one for each row of a mask [TILE, TILE]."""
-    ones = jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)
+    """Sums of rows of a split tile, one for each row of a mask [TILE, TILE].
+
+    The mask goes through the shared-memory tile `left`: from registers these products, and only
+    these, gave wrong sums on an H200 in some compilations of `prepare` (JAX 0.11.2).
+    """
+    plgpu.commit_smem()  # everyone is done with the mask before
+    left[...] = jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
 
     def run(accumulated):
-        multiply(accumulated, ones, parts.at[0], left)
-        multiply(accumulated, ones, parts.at[1], left)
+        plgpu.wgmma(accumulated, left, parts.at[0])
+        plgpu.wgmma(accumulated, left, parts.at[1])
         return accumulated[...]
 
     return pl.run_scoped(run, accumulator(parts.shape[-1]))
@@ -138,7 +139,6 @@ def prepare(
     *,
     shift: int,
     backward: bool,
-    config: MosaicConfig,
 ) -> dict[str, Array]:
     """Factors and contributions of all chunks.
 
@@ -157,7 +157,6 @@ def prepare(
         exact: Which chunks are in the exact form.
         shift: Tile that chunk 0 writes.
         backward: Whether to write the factors without strength too and leave contributions out.
-        config: How to run.
 
     Returns:
         "factor" [B, n, K, places, TILE, M], "weight" [B, n, K, TILE, M] that a write has at the
@@ -173,7 +172,6 @@ def prepare(
     shape = (TILE, num_slots)
 
     def body(ref):
-        left = spare(ref, 0)
         chunk, head, row = (lax.axis_index(name) for name in ("chunk", "head", "batch"))
         source = pl.ds(jnp.maximum(chunk + shift, 0) * TILE, TILE)
         here = pl.ds(chunk * TILE, TILE)
@@ -200,7 +198,7 @@ def prepare(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(ref.out_s, ref.factor.at[row, chunk, head, place])
 
-        bare = jnp.exp(masked_sums(passed > reader, ref.parts_s, left))
+        bare = jnp.exp(masked_sums(passed > reader, ref.parts_s, ref.mask_s))
         bare = jnp.where(kind == LASTING, bare, 0.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         ref.out_s[...] = (strengths * bare).astype(dtype)
@@ -219,7 +217,7 @@ def prepare(
                 ref.added[row, chunk, head, :, pl.ds(columns, width)] = added
                 columns += width
 
-        sums = masked_sums(passed <= reader, ref.parts_s, left)
+        sums = masked_sums(passed <= reader, ref.parts_s, ref.mask_s)
         sums = sums - over_columns(load(ref.middle_s, BY_COLUMN), shape)
         put(FROM_START, jnp.exp(sums))
 
@@ -239,7 +237,7 @@ def prepare(
                 inside = (reader ^ passed) < half
                 right = ((reader & half) != 0) & (passed <= reader)
                 mask = inside & (right | (((reader & half) == 0) & (passed > reader)))
-                factor = jnp.exp(masked_sums(mask, ref.parts_s, left))
+                factor = jnp.exp(masked_sums(mask, ref.parts_s, ref.mask_s))
                 put(LEVELS + index, jnp.where((rows & half) != 0, factor, factor * strengths))
                 if backward:
                     put(LEVELS_BARE + index, factor)
@@ -268,6 +266,7 @@ def prepare(
         "write_s": plgpu.SMEM((TILE,), jnp.int32),
         "middle_s": plgpu.SMEM((num_slots,), jnp.float32),
         "out_s": tile_ref(shape, dtype),
+        "mask_s": tile_ref((TILE, TILE), jnp.bfloat16),
         "arrived": plgpu.Barrier(num_arrivals=3 if backward else 5),
     }
     if not backward:
@@ -281,6 +280,6 @@ def prepare(
         "nha_prepare",
         inputs=inputs,
         outputs=outputs,
-        scratch=scratch | spare_tiles(config, 1, jnp.bfloat16),
+        scratch=scratch,
         grid={"chunk": chunks, "head": num_kv_heads, "batch": batch},
     )

@@ -241,7 +241,7 @@ def _forward(settings: Settings, query, key, value, slot_query, slot_key, slot_v
         middle = gates.reference(sums, exact)
         prepared = gates.prepare(
             log_gate, slot_key, slot_value, plan, middle, exact,
-            shift=settings.shift, backward=False, config=config,
+            shift=settings.shift, backward=False,
         )  # fmt: skip
         factors = prepared["factor"]
         retained = jnp.exp(sums) * plan.kept[:, :, None, None]
@@ -302,7 +302,7 @@ def _backward(settings: Settings, saved, cotangents):
     # The factors are made again: keeping them would cost more memory than all else together.
     prepared = gates.prepare(
         log_gate, slot_key, slot_value, plan, middle, exact,
-        shift=settings.shift, backward=True, config=config,
+        shift=settings.shift, backward=True,
     )  # fmt: skip
     reads = slot_query_gradient = None
     if settings.reads:
@@ -330,7 +330,7 @@ def _backward(settings: Settings, saved, cotangents):
     )
     slot_key_gradient, slot_value_gradient, gate_gradient = write_gradient(
         log_gate, slot_key, slot_value, prepared["weight"], states, state_gradients, retained,
-        reads, plan, shift=settings.shift, config=config,
+        reads, plan, shift=settings.shift,
     )  # fmt: skip
 
     def placed(x, like):

@@ -75,6 +75,9 @@ def multiply(accumulated, left, right, spare) -> None:
     """
     if spare is None:
         plgpu.wgmma(accumulated, left, right)
+        # The tensor cores read the registers of `left` until the product is done, and nothing
+        # keeps the compiler from using them again: sums went wrong with several under way.
+        plgpu.wgmma_wait(0)
     else:
         spare[...] = left
         plgpu.commit_smem()
