@@ -139,11 +139,28 @@ def slot_gradient(
             for place in (FROM_START, WRITER):
                 copy(own_factors.at[place, :, slots], ref.factor_s.at[place], ref.arrived)
 
+        queries, cotangents = ref.query_s.at[worker], ref.cotangent_s.at[worker]
+        rows_s = ref.row_s.at[worker]
+        first_head = head * group + worker * heads_each
+
+        def fetch_head(absolute):
+            barrier = ref.queried.at[worker]
+            copy(ref.queries.at[row, here, absolute], queries, barrier)
+            copy(ref.cotangent.at[row, here, absolute], cotangents, barrier)
+            copy(ref.lse.at[row, absolute, here], rows_s.at[0], barrier)
+            copy(ref.delta.at[row, absolute, here], rows_s.at[1], barrier)
+            copy(ref.share.at[row, absolute, here], rows_s.at[2], barrier)
+
+        def fetch_next_head(index):
+            @pl.when(index + 1 < heads_each)
+            def _():
+                fetch_head(first_head + index + 1)
+
+        fetch_head(first_head)
         rows, columns = indices()
         plgpu.barrier_wait(ref.arrived)
         exact_chunk = ref.exact[row, chunk, head]
         num_levels = 1 + exact_chunk * len(HALVES)
-        queries, cotangents = ref.query_s.at[worker], ref.cotangent_s.at[worker]
         # Matrices on their way to products that need them in shared memory, and out.
         matrix = [ref.matrix_s.at[worker, index] for index in range(4)]
         gate_out: Any = None
@@ -206,15 +223,8 @@ def slot_gradient(
 
         def one_head(index, sums):
             rest_sum, strength_sum = sums
-            absolute = head * group + worker * heads_each + index
-            barrier = ref.queried.at[worker]
-            rows_s = ref.row_s.at[worker]
-            copy(ref.queries.at[row, here, absolute], queries, barrier)
-            copy(ref.cotangent.at[row, here, absolute], cotangents, barrier)
-            copy(ref.lse.at[row, absolute, here], rows_s.at[0], barrier)
-            copy(ref.delta.at[row, absolute, here], rows_s.at[1], barrier)
-            copy(ref.share.at[row, absolute, here], rows_s.at[2], barrier)
-            plgpu.barrier_wait(barrier)
+            absolute = first_head + index
+            plgpu.barrier_wait(ref.queried.at[worker])
 
             def products(first, second):
                 plgpu.wgmma(first, queries, ref.slot_key_s.T)
@@ -269,6 +279,7 @@ def slot_gradient(
                 plgpu.copy_smem_to_gmem(rows_s.at[3], ref.along.at[tile, row, absolute, here])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.commit_smem()
+                fetch_next_head(index)
                 return sums
             off = load(rows_s.at[2], BY_ROW) - load(rows_s.at[1], BY_ROW)
             gradients = scale * weights * (weighted + over_rows(off))
@@ -370,6 +381,7 @@ def slot_gradient(
                 destination[...] = result
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
+            fetch_next_head(index)
             return rest_sum + rest, strength_sum
 
         zero = plgpu.layout_cast(jnp.zeros(square, jnp.float32), MATRIX)

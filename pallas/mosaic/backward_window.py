@@ -94,12 +94,23 @@ def window_query_gradient(
                 for tile in range(near):
                     fetch_window(jnp.int32(tile))
 
+        queries, cotangents = ref.query_s.at[worker], ref.cotangent_s.at[worker]
+        rows_s = ref.row_s.at[worker]
+        first_head = head * group + worker * heads_each
+
+        def fetch_head(absolute):
+            copy, barrier = plgpu.copy_gmem_to_smem, ref.queried.at[worker]
+            copy(ref.query.at[row, here, absolute], queries, barrier)
+            copy(ref.cotangent.at[row, here, absolute], cotangents, barrier)
+            copy(ref.lse.at[row, absolute, here], rows_s.at[0], barrier)
+            copy(ref.delta.at[row, absolute, here], rows_s.at[1], barrier)
+
+        fetch_head(first_head)
         rows, columns = indices()
         plgpu.barrier_wait(ref.arrived)
         if not far:
             for tile in range(near):
                 plgpu.barrier_wait(ref.window_arrived.at[tile])
-        queries, cotangents = ref.query_s.at[worker], ref.cotangent_s.at[worker]
 
         def logit_gradients(back):
             """DS of tile `back`, and the sum over its keys of p dout.value."""
@@ -119,17 +130,11 @@ def window_query_gradient(
             return gradients.astype(dtype), (weights * weighted).sum(axis=1)
 
         def one_head(index, _):
-            absolute = head * group + worker * heads_each + index
-            barrier = ref.queried.at[worker]
-            plgpu.copy_gmem_to_smem(ref.query.at[row, here, absolute], queries, barrier)
-            plgpu.copy_gmem_to_smem(ref.cotangent.at[row, here, absolute], cotangents, barrier)
-            rows_s = ref.row_s.at[worker]
-            plgpu.copy_gmem_to_smem(ref.lse.at[row, absolute, here], rows_s.at[0], barrier)
-            plgpu.copy_gmem_to_smem(ref.delta.at[row, absolute, here], rows_s.at[1], barrier)
+            absolute = first_head + index
             if far:
                 fetch_window(first)
                 fetch_window(first - 1)
-            plgpu.barrier_wait(barrier)
+            plgpu.barrier_wait(ref.queried.at[worker])
             summed: Any = None
             along = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
             if far:
@@ -172,6 +177,11 @@ def window_query_gradient(
             plgpu.copy_smem_to_gmem(queries, ref.gradient.at[row, here, absolute])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
+
+            @pl.when(index + 1 < heads_each)
+            def _fetch_next():
+                fetch_head(absolute + 1)
+
             return
 
         loop(heads_each, one_head, None)

@@ -154,7 +154,7 @@ def output(
 
         @pl.when(worker == 0)
         def _():
-            plgpu.copy_gmem_to_smem(ref.reach.at[row, here], ref.reach_s, ref.arrived)
+            plgpu.copy_gmem_to_smem(ref.reach.at[row, here], ref.reach_s, ref.reached)
             if near and not far:
                 for tile in range(near):
                     fetch_window(jnp.int32(tile))
@@ -179,8 +179,19 @@ def output(
                         source = ref.factor.at[row, chunk, head, place, :, slots]
                         copy(source, ref.factor_s.at[tile, place], ref.arrived)
 
+        slot_buffer = buffers - 1
+        one_buffer_for_both = near > 0 and slot_tiles > 0 and buffers == 1
+
+        def fetch_first_query(local):
+            """What a head reads first; its slot query too, where that has its own buffer."""
+            if near:
+                fetch_query(ref.query, 0, local)
+            if slot_tiles and not one_buffer_for_both:
+                fetch_query(ref.slot_query, slot_buffer, local)
+
+        fetch_first_query(worker * heads_each)
         rows, columns = indices()
-        plgpu.barrier_wait(ref.arrived)
+        plgpu.barrier_wait(ref.reached)
         if near and not far:
             for tile in range(near):
                 plgpu.barrier_wait(ref.window_arrived.at[tile])
@@ -224,11 +235,7 @@ def output(
 
         def one_head(index, _):
             local = worker * heads_each + index
-            slot_buffer = buffers - 1
-            if near:
-                fetch_query(ref.query, 0, local)
-            if slot_tiles and (buffers == 2 or not near):
-                fetch_query(ref.slot_query, slot_buffer, local)
+            has_next = index + 1 < heads_each
             if far:
                 fetch_window(first)
                 fetch_window(first - 1)
@@ -272,9 +279,20 @@ def output(
             logits = [window_logits(rotated, jnp.int32(tile)) for tile in range(near)]
             slot_logits = []
             if slot_tiles:
-                if buffers == 1 and near:
-                    plgpu.commit_smem()
+                if near:
+                    plgpu.commit_smem()  # everyone is done with the rotated queries
+                if one_buffer_for_both:
                     fetch_query(ref.slot_query, 0, local)
+                elif near:
+
+                    @pl.when(has_next)
+                    def _fetch_rotated():
+                        fetch_query(ref.query, 0, local + 1)
+
+                @pl.when(index == 0)
+                def _():
+                    plgpu.barrier_wait(ref.arrived)
+
                 plgpu.barrier_wait(ref.queried.at[worker, slot_buffer])
                 reading = ref.query_s.at[worker, slot_buffer]
                 since = over_rows(load(ref.from_s, BY_ROW))
@@ -373,7 +391,9 @@ def output(
             # The store of the head before has left the buffers: it was awaited below.
             plgpu.commit_smem()  # and everyone is done with the queries
             destination = (
-                ref.out_s.at[worker] if value_width != width else ref.query_s.at[worker, 0]
+                ref.out_s.at[worker]
+                if value_width != width
+                else ref.query_s.at[worker, slot_buffer]
             )
             destination[...] = result.astype(dtype)
             ref.row_s[worker, 0] = jnp.where(
@@ -387,6 +407,14 @@ def output(
             plgpu.copy_smem_to_gmem(ref.row_s.at[worker, 1], ref.share.at[row, absolute, here])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
+
+            @pl.when(has_next)
+            def _fetch_next():
+                if near and slot_tiles and not one_buffer_for_both:
+                    fetch_query(ref.slot_query, slot_buffer, local + 1)
+                else:
+                    fetch_first_query(local + 1)
+
             return
 
         loop(heads_each, one_head, None)
@@ -404,7 +432,7 @@ def output(
         "query_s": tile_ref((warpgroups, buffers, TILE, width), dtype),
         "reach_s": plgpu.SMEM((TILE,), jnp.int32),
         "row_s": plgpu.SMEM((warpgroups, 2, TILE), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=1 + (3 + 5 * slot_tiles if slot_tiles else 0)),
+        "reached": plgpu.Barrier(),
         "queried": plgpu.Barrier(num_barriers=(warpgroups, buffers)),
     }
     if value_width != width:
@@ -431,6 +459,7 @@ def output(
             "factor_s": tile_ref((slot_tiles, 1 + warpgroups, TILE, TILE), dtype),
             "middle_s": plgpu.SMEM((slot_tiles, TILE), jnp.float32),
             "from_s": plgpu.SMEM((TILE,), jnp.int32),
+            "arrived": plgpu.Barrier(num_arrivals=3 + 5 * slot_tiles),
             "level_arrived": plgpu.Barrier(num_barriers=warpgroups),
         }
     rows = jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32)
