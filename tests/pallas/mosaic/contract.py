@@ -78,6 +78,21 @@ class Contract:
         )
 
     @property
+    def shapes(self):
+        """Shapes and dtypes of `arrays`, without initial slots."""
+        rows = self.T + self.P
+        sizes = [
+            ((self.T, self.N, self.H), self.dtype),
+            ((rows, self.K, self.H), self.dtype),
+            ((rows, self.K, self.V), self.dtype),
+            ((rows, self.K, self.M), jnp.float32),
+            ((self.T, self.N, self.H), self.dtype),
+            ((rows, self.K, self.H), self.dtype),
+            ((self.T,), jnp.int32),
+        ]
+        return (*(jax.ShapeDtypeStruct((self.B, *size), dtype) for size, dtype in sizes), None)
+
+    @property
     def options(self):
         reads = self.window is not None
         return {

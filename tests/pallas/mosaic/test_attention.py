@@ -77,6 +77,12 @@ def test_results(capsys, name):
     assert_results(results, expected(case)[0], TOLERANCES[case.dtype][0])
 
 
+@pytest.mark.parametrize("case", [GRADIENT_CASES["packed"], FORWARD_CASES["gated-slots"]])
+def test_shapes_are_those_of_the_arrays(case):
+    described = [(x.shape, x.dtype) for x in case.arrays() if x is not None]
+    assert described == [(x.shape, x.dtype) for x in case.shapes if x is not None]
+
+
 def test_judge():
     """The judge agrees with the operator's oracle where both can say something."""
     case = Contract(5, T=40, N=2, H=8, V=8, M=4, segments=((20, -3, 17),), dtype=jnp.float32)
@@ -103,14 +109,30 @@ PRODUCTION = {
 @pytest.mark.parametrize("name", PRODUCTION)
 def test_lowers_for_a_gpu(name):
     case = PRODUCTION[name]
-    shapes = jax.eval_shape(case.arrays)
 
     def gradients(arguments):
         return value_and_gradients(lambda x: attention(*x, **case.options), arguments)
 
-    text = jax.jit(gradients).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(gradients).trace(case.shapes).lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("nha_prepare", "nha_scan", "nha_output", "nha_slot_gradient"):
         assert kernel in text
+
+
+def test_lowers_under_transformations():
+    """Rematerialised, differentiated, mapped and scanned over, all at once."""
+    case = Contract(20, T=64, N=1)
+    query, *others = case.arrays()
+
+    def loss(query):
+        run = jax.checkpoint(lambda x: attention(x, *others, **case.options)[0])
+        return jnp.sum(run(query).astype(jnp.float32))
+
+    def scanned(queries):
+        return jax.lax.scan(lambda _, x: (None, jax.vmap(jax.grad(loss))(x)), None, queries)[1]
+
+    queries = jax.ShapeDtypeStruct((2, 3, *query.shape), query.dtype)
+    lowered = jax.jit(scanned).trace(queries).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == queries.shape
 
 
 @pytest.mark.parametrize(
