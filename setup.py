@@ -18,6 +18,7 @@ PACKAGES = [
     "nha_jax.ops",
     "nha_jax.training",
     "pallas",
+    "pallas.mosaic",
     "pallas.triton",
 ]
 

@@ -33,7 +33,12 @@ class KernelConfig:
     limit: float = 100.0
 
     def __post_init__(self):
-        for name, low, high in (("chunk", 16, 128), ("heads", 1, 8), ("width", 16, 256), ("scan_block", 32, 4096)):
+        for name, low, high in (
+            ("chunk", 16, 128),
+            ("heads", 1, 8),
+            ("width", 16, 256),
+            ("scan_block", 32, 4096),
+        ):
             size = getattr(self, name)
             if not low <= size <= high or size & (size - 1):
                 raise ValueError(

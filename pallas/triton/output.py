@@ -120,9 +120,7 @@ def output(
         slot_total = total
         mixed = collect(weights, factors, state, place, is_exact, M, C, LEVELS, BLOCK_M, PRECISION)
         mixed = tl.where(pairs, mixed, 0.0)
-        slot_values = slice_of(
-            before + H, state_row, in_slots, first_value, H + V, V, SLICE_V
-        )
+        slot_values = slice_of(before + H, state_row, in_slots, first_value, H + V, V, SLICE_V)
         acc = product(weights * carry.to(tl.float32), slot_values, PRECISION)
         values = slice_of(value, write_row, leaves, first_value, V, V, SLICE_V)
         acc = product_onto(mixed, values, acc, PRECISION)
