@@ -114,8 +114,8 @@ def split_gates(log_gate, parts) -> None:
 def masked_sums(mask, parts, left) -> jax.Array:
     """Sums of rows of a split tile, one for each row of a mask [TILE, TILE].
 
-    The mask goes through the shared-memory tile `left`: from registers these products, and only
-    these, gave wrong sums on an H200 in some compilations of `prepare` (JAX 0.11.2).
+    The mask goes through the shared-memory tile `left`: from registers, two products under way at
+    once, the sums were wrong on an H200 in some compilations of `prepare` (JAX 0.11.2).
     """
     plgpu.commit_smem()  # everyone is done with the mask before
     left[...] = jnp.where(mask, jnp.float32(1), jnp.float32(0)).astype(jnp.bfloat16)

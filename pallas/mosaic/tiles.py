@@ -75,8 +75,8 @@ def multiply(accumulated, left, right, spare) -> None:
     """
     if spare is None:
         plgpu.wgmma(accumulated, left, right)
-        # The tensor cores read the registers of `left` until the product is done, and nothing
-        # keeps the compiler from using them again: sums went wrong with several under way.
+        # One at a time: with two register operands under way, sums went wrong on an H200 in some
+        # compilations (`gates.masked_sums`), as if registers of the first were used again.
         plgpu.wgmma_wait(0)
     else:
         spare[...] = left

@@ -48,6 +48,16 @@ def assert_results(found, exact, tolerance):
             assert_close(np.asarray(x, np.float64), y, tolerance)
 
 
+def assert_results_and_gradients(found, case):
+    results, gradients = found
+    exact_results, exact_gradients = expected(case)
+    forward, backward = TOLERANCES[case.dtype]
+    assert_results(results, exact_results, forward)
+    assert set(gradients) == set(exact_gradients)
+    for argument, exact in exact_gradients.items():
+        assert_close(np.asarray(gradients[argument], np.float64), exact, backward)
+
+
 @pytest.mark.parametrize("name", GRADIENT_CASES)
 def test_results_and_gradients(capsys, name):
     case = GRADIENT_CASES[name]
@@ -57,13 +67,21 @@ def test_results_and_gradients(capsys, name):
             lambda x: attention(*x, **case.options, config=INTERPRETED), case.arrays()
         )
 
-    results, gradients = interpreted(capsys, run)
-    exact_results, exact_gradients = expected(case)
-    forward, backward = TOLERANCES[case.dtype]
-    assert_results(results, exact_results, forward)
-    assert set(gradients) == set(exact_gradients)
-    for argument, exact in exact_gradients.items():
-        assert_close(np.asarray(gradients[argument], np.float64), exact, backward)
+    assert_results_and_gradients(interpreted(capsys, run), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*GRADIENT_CASES, *FORWARD_CASES])
+def test_on_a_gpu(name):
+    """What the interpreter cannot see: registers, asynchronous products, memory that is shared."""
+    case = (GRADIENT_CASES | FORWARD_CASES)[name]
+    run = jax.jit(lambda x: value_and_gradients(lambda y: attention(*y, **case.options), x))
+    found = run(case.arrays())
+    assert_results_and_gradients(found, case)
+    for first, second in zip(
+        jax.tree.leaves(found), jax.tree.leaves(run(case.arrays())), strict=True
+    ):
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("name", FORWARD_CASES)
