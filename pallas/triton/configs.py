@@ -12,28 +12,30 @@ class KernelConfig:
 
     Attributes:
         chunk: Tokens C of a chunk, and rows of a key block: a power of two from 16 to 128.
-        heads: Query heads of a group that one program of the output kernel stacks as rows; a power
-            of two that divides the group.
+        heads: Query heads of a group, at most, that one program of the output kernel goes through; a
+            power of two.
         warps: Warps of a program of the output and of the query gradients: 4 or 8.
         heavy_warps: Warps of the kernels that keep more tiles: contributions and the rest of the
             gradients: 4 or 8.
         stages: Loads in flight in pipelined loops, from 1 to 4.
         width: Columns of keys and values that the slot kernels hold at a time: a power of two.
-        scan_block: Elements of a state that one program of a scan carries: a power of two.
+        scan_rows: Slots that one program of a scan carries: a power of two.
+        scan_columns: Columns of them: a power of two.
         limit: Chunks whose gates sum to less than -limit in some slot take the exact path.
     """
 
     chunk: int = 64
-    heads: int = 1
+    heads: int = 4
     warps: int = 4
     heavy_warps: int = 8
     stages: int = 2
     width: int = 128
-    scan_block: int = 512
+    scan_rows: int = 4
+    scan_columns: int = 128
     limit: float = 100.0
 
     def __post_init__(self):
-        for name, low, high in (("chunk", 16, 128), ("heads", 1, 8), ("width", 16, 256), ("scan_block", 32, 4096)):
+        for name, low, high in (("chunk", 16, 128), ("heads", 1, 8), ("width", 16, 256), ("scan_rows", 1, 16), ("scan_columns", 16, 512)):
             size = getattr(self, name)
             if not low <= size <= high or size & (size - 1):
                 raise ValueError(

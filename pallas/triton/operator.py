@@ -77,7 +77,8 @@ def attention(
     group = query.shape[2] // key.shape[2]
     while group % config.heads:
         config = dataclasses.replace(config, heads=config.heads // 2)
-    options = Options(scale, sink, slots, with_slots, config)
+    static = window if isinstance(window, int) else None
+    options = Options(scale, sink, slots, with_slots, static, config)
     inputs = Inputs(query, key, value, log_gate, slot_query, slot_key, initial_slots)
     return _attention(options, inputs, number, jnp.stack([width, reads]))
 
