@@ -203,6 +203,7 @@ def spread(
     factors,
     state,
     onto,
+    steps,
     EXACT: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -212,11 +213,12 @@ def spread(
 ):
     """Onto + sum_j products[t, j] decay[t, j, m] s[j, m]: [C, C] -> [C, M].
 
-    `products` is 0 where the writer j comes after the reader t.
+    `products` is 0 where the writer j comes after the reader t. `steps` is LEVELS + 1, known only when
+    the kernel runs so that the compiler does not unroll the levels.
     """
     j = tl.arange(0, C)
     if EXACT:
-        for level in range(LEVELS + 1):
+        for level in tl.range(0, steps, disable_licm=True):
             left = factor_tile(factors, state, level, j, M, C, LEVELS, BLOCK_M)
             slot = right_slot(level, LEVELS)
             right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
@@ -234,6 +236,7 @@ def collect(
     weights,
     factors,
     state,
+    steps,
     EXACT: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
@@ -248,7 +251,7 @@ def collect(
     j = tl.arange(0, C)
     if EXACT:
         result = tl.zeros([C, C], tl.float32)
-        for level in range(LEVELS + 1):
+        for level in tl.range(0, steps, disable_licm=True):
             left = factor_tile(factors, state, level, j, M, C, LEVELS, BLOCK_M)
             slot = right_slot(level, LEVELS)
             right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)

@@ -68,6 +68,7 @@ def _read_head(
     tile,
     row,
     inside,
+    steps,
     EXACT: tl.constexpr,
     RESIDENT: tl.constexpr,
     H: tl.constexpr,
@@ -110,11 +111,11 @@ def _read_head(
     carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
     products = narrowed(tl.where(pairs, products, 0.0), PRECISION)
     logits = spread(
-        products, factors, state, logits * carry, EXACT, M, C, LEVELS, BLOCK_M, PRECISION
+        products, factors, state, logits * carry, steps, EXACT, M, C, LEVELS, BLOCK_M, PRECISION
     )
     grad_products = narrowed(tl.where(pairs, grad_products, 0.0), PRECISION)
     grads = spread(
-        grad_products, factors, state, grads * carry, EXACT, M, C, LEVELS, BLOCK_M, PRECISION
+        grad_products, factors, state, grads * carry, steps, EXACT, M, C, LEVELS, BLOCK_M, PRECISION
     )
     log_sum = tl.load(lse + row, mask=inside, other=0.0)
     d = tl.load(delta + row, mask=inside, other=0.0)
@@ -128,11 +129,11 @@ def _read_head(
     logit_grads = weights * (grads - d[:, None]) * SCALE
 
     tl.store(value_tiles + tile + C + m[None, :], narrowed(weights, PRECISION))
-    mixed = collect(weights, factors, state, EXACT, M, C, LEVELS, BLOCK_M, PRECISION)
+    mixed = collect(weights, factors, state, steps, EXACT, M, C, LEVELS, BLOCK_M, PRECISION)
     mixed = narrowed(tl.where(pairs, mixed, 0.0), PRECISION)
     tl.store(value_tiles + tile + j[None, :], mixed)
     tl.store(key_tiles + tile + C + m[None, :], narrowed(logit_grads, PRECISION))
-    mixed = collect(logit_grads, factors, state, EXACT, M, C, LEVELS, BLOCK_M, PRECISION)
+    mixed = collect(logit_grads, factors, state, steps, EXACT, M, C, LEVELS, BLOCK_M, PRECISION)
     mixed = narrowed(tl.where(pairs, mixed, 0.0), PRECISION)
     tl.store(key_tiles + tile + j[None, :], mixed)
     logit_grads = narrowed(logit_grads * carry, PRECISION)
@@ -233,39 +234,38 @@ def readers(
         slot_values = 0
     WIDTH: tl.constexpr = C + BLOCK_M
     if is_exact == 0:
-        for head in tl.range(k * G, (k + 1) * G, num_stages=STAGES):
+        for head in tl.range(k * G, (k + 1) * G, num_stages=STAGES, disable_licm=True):
             row = (b * T + t) * N + head
             tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
             _read_head(
                 keys, values, slot_keys, slot_values, value, slot_query, slot_key, before, factors,
                 lse, delta, share_grad, out_grad, query_grad, key_tiles, value_tiles, full_delta,
                 segment, is_token, leaves, readable, w <= SMALL, write_row, state, tile, row, t < T,
-                False, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, SCALE, PRECISION,
+                1, False, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, SCALE, PRECISION,
             )  # fmt: skip
     else:
-        for head in range(k * G, (k + 1) * G):
+        for head in tl.range(k * G, (k + 1) * G, disable_licm=True):
             row = (b * T + t) * N + head
             tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
             _read_head(
                 keys, values, slot_keys, slot_values, value, slot_query, slot_key, before, factors,
                 lse, delta, share_grad, out_grad, query_grad, key_tiles, value_tiles, full_delta,
                 segment, is_token, leaves, readable, w <= SMALL, write_row, state, tile, row, t < T,
-                True, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, SCALE, PRECISION,
+                LEVELS + is_exact, True, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, SCALE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def _gate_head(
+def _gate_side(
     writer_sum,
     gate_sum,
-    value,
-    slot_query,
-    slot_key,
-    before,
+    written_tile,
+    state_tile,
+    rows,
+    written_rows,
+    state_columns,
     factors,
-    out_grad,
-    key_tiles,
-    value_tiles,
+    tiles,
     segment,
     is_token,
     leaves,
@@ -273,79 +273,68 @@ def _gate_head(
     state,
     tile,
     row,
+    steps,
     EXACT: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    SLICE_H: tl.constexpr,
-    SLICE_V: tl.constexpr,
+    SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One head of `gates`: the two sums with its terms added."""
+    """One head of `gates`, keys with queries or values with output gradients: the sums grown."""
     j = tl.arange(0, C)
     m = tl.arange(0, BLOCK_M)
-    in_slots = m < M
-    state_row = state * M + m
     same = segment[:, None] == segment[None, :]
-    pairs = same & (j[None, :] <= j[:, None])
-    weights = tl.load(value_tiles + tile + C + m[None, :])
-    logit_grads = tl.load(key_tiles + tile + C + m[None, :])
+    grads = tl.load(tiles + tile + C + m[None, :])
     # The state before the chunk decays through all gates up to the reader.
-    term = logit_grads.to(tl.float32) * rows_product(
-        slot_query, row, is_token, before, state_row, in_slots, H + V, H, SLICE_H, PRECISION
-    )
-    term += weights.to(tl.float32) * rows_product(
-        out_grad, row, is_token, before + H, state_row, in_slots, H + V, V, SLICE_V, PRECISION
-    )
+    if RESIDENT:
+        x = slice_of(rows, row, is_token, 0, WIDTH, WIDTH, SLICE)
+        term = product(x, tl.trans(state_tile), PRECISION)
+        products = product(x, tl.trans(written_tile), PRECISION)
+    else:
+        term = rows_product(
+            rows, row, is_token, state_columns, state * M + m, m < M, STRIDE, WIDTH, SLICE,
+            PRECISION,
+        )  # fmt: skip
+        products = rows_product(
+            rows, row, is_token, written_rows, write_row, leaves, WIDTH, WIDTH, SLICE, PRECISION
+        )
     term = term * factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M)
-    products = rows_product(
-        slot_query, row, is_token, slot_key, write_row, leaves, H, H, SLICE_H, PRECISION
-    )
-    products = narrowed(tl.where(pairs, products, 0.0), PRECISION)
-    grad_products = rows_product(
-        out_grad, row, is_token, value, write_row, leaves, V, V, SLICE_V, PRECISION
-    )
-    grad_products = narrowed(tl.where(pairs, grad_products, 0.0), PRECISION)
+    term = term * grads.to(tl.float32)
+    products = tl.where(same & (j[None, :] <= j[:, None]), products, 0.0)
+    products = narrowed(products, PRECISION)
     if EXACT:
         gate_sum += product(same & (j[None, :] >= j[:, None]), term, PRECISION)
-        for level in range(LEVELS + 1):
+        for level in tl.range(0, steps, disable_licm=True):
             left = factor_tile(factors, state, level, j, M, C, LEVELS, BLOCK_M)
             slot = right_slot(level, LEVELS)
             right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
-            near = level_pairs(level, C, LEVELS)
-            near_products = tl.where(near, products, 0.0)
-            near_grads = tl.where(near, grad_products, 0.0)
-            grads_right = narrowed(logit_grads * right, PRECISION)
-            weights_right = narrowed(weights * right, PRECISION)
-            term = product(near_products, left, PRECISION) * grads_right.to(tl.float32)
-            term += product(near_grads, left, PRECISION) * weights_right.to(tl.float32)
-            written = product(tl.trans(near_products), grads_right, PRECISION)
-            written = product_onto(tl.trans(near_grads), weights_right, written, PRECISION)
-            written = written * left.to(tl.float32)
+            near = tl.where(level_pairs(level, C, LEVELS), products, 0.0)
+            grads_right = narrowed(grads * right, PRECISION)
+            written = product(tl.trans(near), grads_right, PRECISION) * left.to(tl.float32)
             writer_sum += written
             # A reader's factor holds the gates from the middle to it, a writer's those after it up
             # to the middle; at the last level there are none.
+            written += product(near, left, PRECISION) * grads_right.to(tl.float32)
             half = C >> (level + 1)
             block = tl.maximum(2 * half, 1)
             is_right = j % block >= half
             passed = tl.where(is_right[:, None], j[None, :] >= j[:, None], j[None, :] < j[:, None])
             passed = passed & ((j // block)[:, None] == (j // block)[None, :])
             passed = passed & (is_right[:, None] == is_right[None, :]) & (level < LEVELS)
-            gate_sum += product(passed, term + written, PRECISION)
+            gate_sum += product(passed, written, PRECISION)
     else:
+        gate_sum += term
         left = factor_tile(factors, state, 0, j, M, C, LEVELS, BLOCK_M)
         right = factor_tile(factors, state, 1, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
-        grads_right = narrowed(logit_grads * right, PRECISION)
-        term += product(products, left, PRECISION) * grads_right.to(tl.float32)
+        grads_right = narrowed(grads * right, PRECISION)
+        gate_sum += product(products, left, PRECISION) * grads_right.to(tl.float32)
         written = product(tl.trans(products), grads_right, PRECISION)
-        weights_right = narrowed(weights * right, PRECISION)
-        term += product(grad_products, left, PRECISION) * weights_right.to(tl.float32)
-        written = product_onto(tl.trans(grad_products), weights_right, written, PRECISION)
         writer_sum += written * left.to(tl.float32)
-        gate_sum += term
     return writer_sum, gate_sum
 
 
@@ -404,28 +393,49 @@ def gates(
     write_row = (b * (T + P) + t + P - w) * K + k
     state = (b * chunks + chunk) * K + k
     is_exact = tl.load(exact + state)
+    RESIDENT: tl.constexpr = (SLICE_H >= H) and (SLICE_V >= V)
+    keys = 0
+    values = 0
+    slot_keys = 0
+    slot_values = 0
+    if RESIDENT:
+        m = tl.arange(0, BLOCK_M)
+        keys = slice_of(slot_key, write_row, leaves, 0, H, H, SLICE_H)
+        values = slice_of(value, write_row, leaves, 0, V, V, SLICE_V)
+        slot_keys = slice_of(before, state * M + m, m < M, 0, H + V, H, SLICE_H)
+        slot_values = slice_of(before + H, state * M + m, m < M, 0, H + V, V, SLICE_V)
     # Sums over the heads: of the terms of left factors, and of the gates' gradients (exact) or the
     # reader terms that they are sums of (else).
     writer_sum = tl.zeros([C, BLOCK_M], tl.float32)
     gate_sum = tl.zeros([C, BLOCK_M], tl.float32)
     WIDTH: tl.constexpr = C + BLOCK_M
     if is_exact == 0:
-        for head in tl.range(k * G, (k + 1) * G, num_stages=STAGES):
+        for head in tl.range(k * G, (k + 1) * G, num_stages=STAGES, disable_licm=True):
             row = (b * T + t) * N + head
             tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
-            writer_sum, gate_sum = _gate_head(
-                writer_sum, gate_sum, value, slot_query, slot_key, before, factors, out_grad,
-                key_tiles, value_tiles, segment, is_token, leaves, write_row, state, tile, row,
-                False, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, PRECISION,
+            writer_sum, gate_sum = _gate_side(
+                writer_sum, gate_sum, keys, slot_keys, slot_query, slot_key, before, factors, key_tiles,
+                segment, is_token, leaves, write_row, state, tile, row,
+                1, False, RESIDENT, H + V, H, M, C, LEVELS, BLOCK_M, SLICE_H, PRECISION,
+            )  # fmt: skip
+            writer_sum, gate_sum = _gate_side(
+                writer_sum, gate_sum, values, slot_values, out_grad, value, before + H, factors,
+                value_tiles, segment, is_token, leaves, write_row, state, tile, row,
+                1, False, RESIDENT, H + V, V, M, C, LEVELS, BLOCK_M, SLICE_V, PRECISION,
             )  # fmt: skip
     else:
-        for head in range(k * G, (k + 1) * G):
+        for head in tl.range(k * G, (k + 1) * G, disable_licm=True):
             row = (b * T + t) * N + head
             tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
-            writer_sum, gate_sum = _gate_head(
-                writer_sum, gate_sum, value, slot_query, slot_key, before, factors, out_grad,
-                key_tiles, value_tiles, segment, is_token, leaves, write_row, state, tile, row,
-                True, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, PRECISION,
+            writer_sum, gate_sum = _gate_side(
+                writer_sum, gate_sum, keys, slot_keys, slot_query, slot_key, before, factors, key_tiles,
+                segment, is_token, leaves, write_row, state, tile, row,
+                LEVELS + is_exact, True, RESIDENT, H + V, H, M, C, LEVELS, BLOCK_M, SLICE_H, PRECISION,
+            )  # fmt: skip
+            writer_sum, gate_sum = _gate_side(
+                writer_sum, gate_sum, values, slot_values, out_grad, value, before + H, factors,
+                value_tiles, segment, is_token, leaves, write_row, state, tile, row,
+                LEVELS + is_exact, True, RESIDENT, H + V, V, M, C, LEVELS, BLOCK_M, SLICE_V, PRECISION,
             )  # fmt: skip
 
     g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
@@ -477,7 +487,7 @@ def _tile_products(
         in_width = (column < WIDTH)[None, :]
         written = tl.zeros([C, SLICE], tl.float32)
         state = tl.zeros([BLOCK_M, SLICE], tl.float32)
-        for head in tl.range(k * G, (k + 1) * G, num_stages=STAGES):
+        for head in tl.range(k * G, (k + 1) * G, num_stages=STAGES, disable_licm=True):
             row = (b * T + t) * N + head
             x = tl.load(
                 rows + row[:, None] * WIDTH + column[None, :],

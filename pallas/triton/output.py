@@ -33,6 +33,7 @@ def _slot_logits(
     write_row,
     state,
     row,
+    steps,
     EXACT: tl.constexpr,
     RESIDENT: tl.constexpr,
     H: tl.constexpr,
@@ -63,7 +64,7 @@ def _slot_logits(
     products = narrowed(tl.where(pairs, products, 0.0), PRECISION)
     carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
     logits = spread(
-        products, factors, state, logits * carry, EXACT, M, C, LEVELS, BLOCK_M, PRECISION
+        products, factors, state, logits * carry, steps, EXACT, M, C, LEVELS, BLOCK_M, PRECISION
     )
     return tl.where(readable, logits * (SCALE * LOG2E), EMPTY)
 
@@ -101,6 +102,7 @@ def _head(
     near_row,
     state,
     row,
+    steps,
     EXACT: tl.constexpr,
     RESIDENT: tl.constexpr,
     SHORT: tl.constexpr,
@@ -126,7 +128,7 @@ def _head(
     if SLOTS:
         logits = _slot_logits(
             slot_query, slot_key, keys, slot_keys, before, factors, segment, is_token, leaves,
-            readable, write_row, state, row, EXACT, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
+            readable, write_row, state, row, steps, EXACT, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
             SCALE, PRECISION,
         )  # fmt: skip
         top = tl.max(logits, 1)
@@ -149,7 +151,7 @@ def _head(
         weights = tl.where(readable, tl.exp2(logits - top[:, None]), 0.0)
         slot_total = tl.sum(weights, 1)
         total = slot_total
-        mixed = collect(weights, factors, state, EXACT, M, C, LEVELS, BLOCK_M, PRECISION)
+        mixed = collect(weights, factors, state, steps, EXACT, M, C, LEVELS, BLOCK_M, PRECISION)
         pairs = (segment[:, None] == segment[None, :]) & (j[None, :] <= j[:, None])
         mixed = tl.where(pairs, mixed, 0.0)
         carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
@@ -298,22 +300,22 @@ def output(
     if SLOTS:
         is_exact = tl.load(exact + state)
     if is_exact == 0:
-        for index in tl.range(0, HEADS, num_stages=STAGES):
+        for index in tl.range(0, HEADS, num_stages=STAGES, disable_licm=True):
             row = (b * T + t) * N + first_head + index
             _head(
                 keys, slot_keys, values, slot_values, near_keys, last_keys, near_values,
                 last_values, query, key, value, slot_query, slot_key, before, factors, out, lse,
                 share, segment, n, leaves, readable, w, T, P, t, first_value, write_row, near_row,
-                state, row, False, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
+                state, row, 1, False, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
                 SLICE_V, SCALE, PRECISION,
             )  # fmt: skip
     else:
-        for index in range(HEADS):
+        for index in tl.range(0, HEADS, disable_licm=True):
             row = (b * T + t) * N + first_head + index
             _head(
                 keys, slot_keys, values, slot_values, near_keys, last_keys, near_values,
                 last_values, query, key, value, slot_query, slot_key, before, factors, out, lse,
                 share, segment, n, leaves, readable, w, T, P, t, first_value, write_row, near_row,
-                state, row, True, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
+                state, row, LEVELS + is_exact, True, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
                 SLICE_V, SCALE, PRECISION,
             )  # fmt: skip
