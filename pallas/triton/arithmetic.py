@@ -1,8 +1,8 @@
 """What the kernels share on the device: products, gates, and decay inside a chunk.
 
-Letters: C positions of a chunk, M slots, R rows of queries (several heads of a group times C tokens).
-Position t of a chunk holds the token that leaves the window at time t, so everything here is in
-*shifted* time: writer j and reader t of one chunk, j <= t, are apart by the gates of (j, t].
+Letters: C positions of a chunk, M slots, R rows of queries (several heads of a group times C
+tokens). Position t of a chunk holds the token that leaves the window at time t, so everything here
+is in *shifted* time: writer j and reader t of one chunk, j <= t, are apart by the gates of (j, t].
 
 Decay is exact for any gates: a chunk is halved again and again. Writer and reader are separated by
 the middle of exactly one block, and
@@ -10,9 +10,9 @@ the middle of exactly one block, and
     exp(gates in (j, t]) = exp(gates in (j, middle)) * exp(gates in [middle, t]),
 
 both exponents being sums of the gates that are really passed, never a difference. Where all sums of
-a chunk are small, one reference in the middle of the sum serves all pairs at once: one level instead
-of log2(C) + 1. `contributions` decides by chunk and kv head and writes the factors; everything else
-walks through the levels that it finds.
+a chunk are small, one reference in the middle of the sum serves all pairs at once: one level
+instead of log2(C) + 1. `contributions` decides by chunk and kv head and writes the factors;
+everything else walks through the levels that it finds.
 """
 
 import triton
@@ -213,8 +213,8 @@ def spread(
 ):
     """Onto + sum_j products[t, j] decay[t, j, m] s[j, m]: [C, C] -> [C, M].
 
-    `products` is 0 where the writer j comes after the reader t. `steps` is LEVELS + 1, known only when
-    the kernel runs so that the compiler does not unroll the levels.
+    `products` is 0 where the writer j comes after the reader t. `steps` is LEVELS + 1, known only
+    when the kernel runs so that the compiler does not unroll the levels.
     """
     j = tl.arange(0, C)
     if EXACT:

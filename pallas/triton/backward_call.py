@@ -15,7 +15,9 @@ from pallas.triton.launch import Shape, launch
 SMALL_WINDOW = 4
 
 
-def backward(options: Options, window, inputs: Inputs, number, out, share, saved, cotangents):
+def backward(
+    options: Options, window, inputs: Inputs, number, out, share, saved, cotangents
+) -> Inputs:
     """Gradients of all inputs, from the cotangents of (out, slot share, final slots or None)."""
     lse, memory = saved
     out_grad, share_grad, final_grad = cotangents
@@ -30,7 +32,7 @@ def backward(options: Options, window, inputs: Inputs, number, out, share, saved
             options, window, inputs, number, memory, softmax, final_grad
         )
         slot_key, slot_value, log_gate = (
-            _unshifted(x, y, window) for x, y in zip(written, _sources(inputs), strict=True)
+            _unshifted(x, inputs.key.shape[1], window) for x in written
         )
     query, key, value = _window_gradients(options, window, inputs, number, (lse, delta, out_grad))
     if slot_value is not None:
@@ -42,19 +44,14 @@ def backward(options: Options, window, inputs: Inputs, number, out, share, saved
     return Inputs(query, key, value, log_gate, slot_query, slot_key, initial)
 
 
-def _sources(inputs: Inputs):
-    return inputs.slot_key, inputs.value, inputs.log_gate
-
-
-def _unshifted(gradient, source, window):
-    """From [B, T, ...] by the time of writing to [B, S, ...] by row: row t + P - W was written at t."""
-    length, rows = gradient.shape[1], source.shape[1]
+def _unshifted(gradient, rows: int, window):
+    """From [B, T, ...] by time of writing to [B, S, ...] by row: t wrote row t + P - W."""
+    length = gradient.shape[1]
     # With P rows of history W is P, or T + P and more, where nothing was written.
     shift = jnp.minimum(window[0] - (rows - length), length)
     padded = jnp.pad(gradient, ((0, 0), (0, rows), (0, 0), (0, 0)))
     start = jnp.asarray(shift, jnp.int32)
-    result = jax.lax.dynamic_slice_in_dim(padded, start, rows, axis=1)
-    return result
+    return jax.lax.dynamic_slice_in_dim(padded, start, rows, axis=1)
 
 
 def _window_constants(options: Options, inputs: Inputs, size: Sizes) -> dict[str, Any]:
@@ -137,7 +134,7 @@ def _last_rows(number, history: int):
 
 
 def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, softmax, final_grad):
-    """(slot query's; delta; slot key's, value's and gate's by the time of writing; initial slots')."""
+    """(slot query's; delta; slot key's, value's, gate's by time of writing; initial slots')."""
     config = options.config
     size = Sizes.of(inputs, config)
     kind = memory.before.dtype
@@ -186,9 +183,7 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
         ],
         common
         | widths
-        | dict(
-            SCALE=options.scale, SINK=options.sink, STAGES=config.stages, SMALL=SMALL_WINDOW
-        ),
+        | dict(SCALE=options.scale, SINK=options.sink, STAGES=config.stages, SMALL=SMALL_WINDOW),
         num_warps=config.warps,
         num_stages=config.stages,
     )

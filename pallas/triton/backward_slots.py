@@ -1,15 +1,16 @@
 """Gradients of the slot half: queries, what was written, states and gates, chunk by chunk.
 
-Notation as in `output`: p are softmax weights, dp their gradients, dL = scale p (dp - delta) those of
-q . SK_t. With A_tj = q_t . k'_j and B_tj = dout_t . v'_j both memories are read through the same decays:
+Notation as in `output`: p are softmax weights, dp their gradients, dL = scale p (dp - delta) those
+of q . SK_t. With A_tj = q_t . k'_j and B_tj = dout_t . v'_j both memories are read through the same
+decays:
 
     q . SK_t[m]   = carry SK_0 . q  + sum_j decay_tj[m] s_j[m] A_tj
     dout . SV_t[m] = carry SV_0 . dout + sum_j decay_tj[m] s_j[m] B_tj
 
-`readers` goes over the heads of a group and leaves, per head, the weights with which queries and output
-gradients are summed into keys, values and states; `head_products` forms these sums, `gates` what they
-say about gates; after the scan backwards over chunks `writers` adds what comes from later chunks. (One
-kernel for readers and gates would keep more tiles than there are registers.)
+`readers` goes over the heads of a group and leaves, per head, the weights with which queries and
+output gradients are summed into keys, values and states; `head_products` forms these sums, `gates`
+what they say about gates; after the scan backwards over chunks `writers` adds what comes from later
+chunks. (One kernel for readers and gates would keep more tiles than there are registers.)
 
 Gate gradients are sums of what passes a gate, never differences of large sums, wherever gates are
 strong (exact chunks, carried states); in the others reader sums minus writer sums are exact enough.
@@ -196,9 +197,9 @@ def readers(
     [C, C + BLOCK_M] of a head holds (dA | dL), `value_tiles` (weights of v'_j | p).
     Where a head's width fits SLICE the chunk's tiles stay in shared memory for all heads.
 
-    Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads queries and output gradients 537 MB,
-    keys, values, states, factors 335 MB, writes query gradients 268 MB and tiles 537 MB: 1.7 GB,
-    0.40 ms at 4.2 TB/s; 2 T N (2 H M + V M + 2 C H + C V + 4 C M) = 138 GFLOP, 0.20 ms.
+    Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads queries and output gradients 537
+    MB, keys, values, states, factors 335 MB, writes query gradients 268 MB and tiles 537 MB: 1.7
+    GB, 0.40 ms at 4.2 TB/s; 2 T N (2 H M + V M + 2 C H + C V + 4 C M) = 138 GFLOP, 0.20 ms.
     """
     k = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -251,7 +252,8 @@ def readers(
                 keys, values, slot_keys, slot_values, value, slot_query, slot_key, before, factors,
                 lse, delta, share_grad, out_grad, query_grad, key_tiles, value_tiles, full_delta,
                 segment, is_token, leaves, readable, w <= SMALL, write_row, state, tile, row, t < T,
-                LEVELS + is_exact, True, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V, SCALE, PRECISION,
+                LEVELS + is_exact, True, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H, SLICE_V,
+                SCALE, PRECISION,
             )  # fmt: skip
 
 
@@ -370,13 +372,13 @@ def gates(
 ):
     """The part of the gates' gradient that stays inside the chunk, summed over the group.
 
-    A decay factor exp(G) has the gradient (its value times the gradient of what it multiplies) in G,
-    which goes to all gates in the sum G: reader terms to the gates before the reader, writer terms
-    to the gates after the writer, up to where the level's factors meet.
+    A decay factor exp(G) has the gradient (its value times the gradient of what it multiplies) in
+    G, which goes to all gates in the sum G: reader terms to the gates before the reader, writer
+    terms to the gates after the writer, up to where the level's factors meet.
 
     Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads queries, output gradients 537 MB,
-    halves of the tiles 268 MB, keys, values, states, factors 335 MB, writes 67 MB: 1.2 GB, 0.29 ms at
-    4.2 TB/s; 2 T N (C + M) (H + V) + 8 T N C M = 103 GFLOP, 0.15 ms.
+    halves of the tiles 268 MB, keys, values, states, factors 335 MB, writes 67 MB: 1.2 GB, 0.29 ms
+    at 4.2 TB/s; 2 T N (C + M) (H + V) + 8 T N C M = 103 GFLOP, 0.15 ms.
     """
     k = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -414,9 +416,9 @@ def gates(
             row = (b * T + t) * N + head
             tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
             writer_sum, gate_sum = _gate_side(
-                writer_sum, gate_sum, keys, slot_keys, slot_query, slot_key, before, factors, key_tiles,
-                segment, is_token, leaves, write_row, state, tile, row,
-                1, False, RESIDENT, H + V, H, M, C, LEVELS, BLOCK_M, SLICE_H, PRECISION,
+                writer_sum, gate_sum, keys, slot_keys, slot_query, slot_key, before, factors,
+                key_tiles, segment, is_token, leaves, write_row, state, tile, row, 1, False,
+                RESIDENT, H + V, H, M, C, LEVELS, BLOCK_M, SLICE_H, PRECISION,
             )  # fmt: skip
             writer_sum, gate_sum = _gate_side(
                 writer_sum, gate_sum, values, slot_values, out_grad, value, before + H, factors,
@@ -428,14 +430,15 @@ def gates(
             row = (b * T + t) * N + head
             tile = ((b * chunks + chunk) * N + head) * C * WIDTH + j[:, None] * WIDTH
             writer_sum, gate_sum = _gate_side(
-                writer_sum, gate_sum, keys, slot_keys, slot_query, slot_key, before, factors, key_tiles,
-                segment, is_token, leaves, write_row, state, tile, row,
-                LEVELS + is_exact, True, RESIDENT, H + V, H, M, C, LEVELS, BLOCK_M, SLICE_H, PRECISION,
+                writer_sum, gate_sum, keys, slot_keys, slot_query, slot_key, before, factors,
+                key_tiles, segment, is_token, leaves, write_row, state, tile, row, LEVELS +
+                is_exact, True, RESIDENT, H + V, H, M, C, LEVELS, BLOCK_M, SLICE_H, PRECISION,
             )  # fmt: skip
             writer_sum, gate_sum = _gate_side(
                 writer_sum, gate_sum, values, slot_values, out_grad, value, before + H, factors,
                 value_tiles, segment, is_token, leaves, write_row, state, tile, row,
-                LEVELS + is_exact, True, RESIDENT, H + V, V, M, C, LEVELS, BLOCK_M, SLICE_V, PRECISION,
+                LEVELS + is_exact, True, RESIDENT, H + V, V, M, C, LEVELS, BLOCK_M, SLICE_V,
+                PRECISION,
             )  # fmt: skip
 
     g = gates_of(log_gate, write_row, leaves, M, BLOCK_M)
@@ -532,9 +535,9 @@ def head_products(
 ):
     """What a chunk's queries add to its slot keys, values and to the state before it.
 
-    key part: tiles^T @ queries, value part: tiles^T @ output gradients, those for the state with the
-    decay since the chunk's start, summed over the heads of the
-    group in a fixed order, without atomics.
+    key part: tiles^T @ queries, value part: tiles^T @ output gradients, those for the state with
+    the decay since the chunk's start, summed over the heads of the group in a fixed order, without
+    atomics.
 
     Roofline (B=1, N=32, K=8, H=V=128, M=64, bf16, T=32768): reads tiles and rows 1.07 GB, writes
     0.27 GB: 0.32 ms at 4.2 TB/s; 2 T N (C + M) (H + V) = 69 GFLOP, 0.10 ms.
@@ -547,12 +550,14 @@ def head_products(
     if tl.program_id(0) % 2 == 0:
         _tile_products(
             key_tiles, slot_query, factors, inside, key_grad, state_grad, chunk, b, k, T,
-            N, K, M, C, LEVELS, H, 0, H + V, BLOCK_H, BLOCK_M, min(SLICE, BLOCK_H), STAGES, PRECISION,
+            N, K, M, C, LEVELS, H, 0, H + V, BLOCK_H, BLOCK_M, min(SLICE, BLOCK_H), STAGES,
+            PRECISION,
         )  # fmt: skip
     else:
         _tile_products(
             value_tiles, out_grad, factors, inside, value_grad, state_grad, chunk, b, k, T,
-            N, K, M, C, LEVELS, V, H, H + V, BLOCK_V, BLOCK_M, min(SLICE, BLOCK_V), STAGES, PRECISION,
+            N, K, M, C, LEVELS, V, H, H + V, BLOCK_V, BLOCK_M, min(SLICE, BLOCK_V), STAGES,
+            PRECISION,
         )  # fmt: skip
 
 

@@ -39,8 +39,8 @@ def deltas(
     """delta_t = dout_t . out_t + dshare_t share_t, what all logits' gradients have subtracted.
 
     Beside a window of at most SMALL rows the mass is on the slots, whose values are alike, and the
-    rounding of `out` would show: there delta is the window's own part, sum_r p_r (dout_t . v_r), and
-    `backward_slots.readers` adds the slots' part from its own products.
+    rounding of `out` would show: there delta is the window's own part, sum_r p_r (dout_t . v_r),
+    and `backward_slots.readers` adds the slots' part from its own products.
 
     Roofline (B=1, N=32, V=128, bf16, T=32768): reads outputs and their gradients 537 MB: 0.13 ms at
     4.2 TB/s.
@@ -178,9 +178,9 @@ def keys_values(
     `last` [B, S] is the last row of the segment that a row belongs to. The heads of the group are
     summed in a fixed order, without atomics.
 
-    Roofline (B=1, N=32, K=8, H=V=128, W=64, bf16, T=32768): reads queries and output gradients twice
-    (1.07 GB, the second time from L2), keys and values 134 MB, writes 134 MB: 0.80 GB, 0.19 ms at
-    4.2 TB/s; 8 C T N (H + V) / 2 = 137 GFLOP, 0.20 ms.
+    Roofline (B=1, N=32, K=8, H=V=128, W=64, bf16, T=32768): reads queries and output gradients
+    twice (1.07 GB, the second time from L2), keys and values 134 MB, writes 134 MB: 0.80 GB, 0.19
+    ms at 4.2 TB/s; 8 C T N (H + V) / 2 = 137 GFLOP, 0.20 ms.
     """
     k = tl.program_id(0)
     block = tl.program_id(1)
@@ -200,7 +200,7 @@ def keys_values(
     steps = tl.maximum(tl.cdiv(end - start, C), 0) * (w > 0).to(tl.int32)
     dk = tl.zeros([C, BLOCK_H], tl.float32)
     dv = tl.zeros([C, BLOCK_V], tl.float32)
-    for step in range(0, steps * G):
+    for step in range(steps * G):
         t = start + step // G * C + j
         n = tl.load(number + b * T + t, mask=t < T, other=-1)
         reach = tl.minimum(n, w - 1)

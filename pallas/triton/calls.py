@@ -66,6 +66,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, config: KernelConfig) -> "Sizes":
+        """Those of a call's inputs."""
         B, T, N, H = inputs.query.shape
         S, K, V = inputs.value.shape[1:]
         return cls(B, T, S - T, N, K, H, V, inputs.log_gate.shape[3], -(-T // config.chunk))

@@ -12,8 +12,8 @@ class KernelConfig:
 
     Attributes:
         chunk: Tokens C of a chunk, and rows of a key block: a power of two from 16 to 128.
-        heads: Query heads of a group, at most, that one program of the output kernel goes through; a
-            power of two.
+        heads: Query heads of a group, at most, that one program of the output kernel goes
+            through; a power of two.
         warps: Warps of a program of the output and of the query gradients: 4 or 8.
         heavy_warps: Warps of the kernels that keep more tiles: contributions and the rest of the
             gradients: 4 or 8.
@@ -35,7 +35,13 @@ class KernelConfig:
     limit: float = 100.0
 
     def __post_init__(self):
-        for name, low, high in (("chunk", 16, 128), ("heads", 1, 8), ("width", 16, 256), ("scan_rows", 1, 16), ("scan_columns", 16, 512)):
+        for name, low, high in (
+            ("chunk", 16, 128),
+            ("heads", 1, 8),
+            ("width", 16, 256),
+            ("scan_rows", 1, 16),
+            ("scan_columns", 16, 512),
+        ):
             size = getattr(self, name)
             if not low <= size <= high or size & (size - 1):
                 raise ValueError(
@@ -76,9 +82,9 @@ def precision(dtype: DTypeLike) -> str:
 
 def choose(dtype: DTypeLike, key_width: int, value_width: int, num_slots: int) -> KernelConfig:
     """The tiles for one shape: what fits the registers and shared memory of one SM."""
+    wide = max(key_width, value_width, num_slots) > 128
     if precision(dtype) == "bf16":
-        wide = max(block(key_width), block(value_width), block(num_slots)) > 128
         return KernelConfig(warps=8 if wide else 4, stages=1 if wide else 2)
     # The sums of gates are exponents: at 30 their rounding is still below 1e-5.
     limit = 30.0 if precision(dtype) == "tf32x3" else 100.0
-    return KernelConfig(chunk=32, warps=4, stages=1, width=32, limit=limit)
+    return KernelConfig(chunk=32, warps=8 if wide else 4, stages=1, width=32, limit=limit)

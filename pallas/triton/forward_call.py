@@ -1,6 +1,7 @@
 """Launches of the forward pass."""
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas.triton import output as output_kernel
 from pallas.triton import states
@@ -9,7 +10,9 @@ from pallas.triton.configs import KernelConfig, block, precision
 from pallas.triton.launch import Shape, launch
 
 
-def forward(options: Options, window, inputs: Inputs, number):
+def forward(
+    options: Options, window, inputs: Inputs, number
+) -> tuple[Array, Array, Array | None, tuple[Array, Memory | None]]:
     """Returns (out, share, final slots or None, (log-sum-exp, memory or None))."""
     memory, final = None, None
     if options.slots:
@@ -110,12 +113,14 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
     )
 
 
-def scan_chunks(written, kept, initial, config: KernelConfig, *, reverse: bool):
+def scan_chunks(
+    written, kept, initial, config: KernelConfig, *, reverse: bool
+) -> tuple[Array, Array]:
     """The first-order scan over chunks: (state before each chunk, final state)."""
     B, chunks, K, M, width = written.shape
     columns = min(config.scan_columns, block(width))
     rows = min(config.scan_rows, block(M))
-    return launch(
+    before, final = launch(
         states.scan,
         (-(-M // rows) * -(-width // columns), K, B),
         [written, kept, initial, chunks],
@@ -124,3 +129,4 @@ def scan_chunks(written, kept, initial, config: KernelConfig, *, reverse: bool):
         num_warps=4,
         num_stages=1,
     )
+    return before, final

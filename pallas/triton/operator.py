@@ -108,8 +108,8 @@ _attention.defvjp(_attention_forward, _attention_backward)
 def _mapped(function: Callable, options: Options, window, *arrays):
     """Calls function(options, window, *arrays); under `vmap` the mapped axis joins the batch.
 
-    All arrays but `window` lead with the batch axis, results too. With a mapped window the calls run
-    one after another.
+    All arrays but `window` lead with the batch axis, results too. With a mapped window the calls
+    run one after another.
     """
 
     @jax.custom_batching.custom_vmap

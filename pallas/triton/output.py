@@ -1,4 +1,4 @@
-"""The output: one softmax over the slots and the window, a chunk of tokens and a group at a time."""
+"""The output: one softmax over slots and window, a chunk of tokens and a group at a time."""
 
 import triton
 import triton.language as tl
@@ -128,8 +128,8 @@ def _head(
     if SLOTS:
         logits = _slot_logits(
             slot_query, slot_key, keys, slot_keys, before, factors, segment, is_token, leaves,
-            readable, write_row, state, row, steps, EXACT, RESIDENT, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
-            SCALE, PRECISION,
+            readable, write_row, state, row, steps, EXACT, RESIDENT, H, V, M, C, LEVELS, BLOCK_M,
+            SLICE_H, SCALE, PRECISION,
         )  # fmt: skip
         top = tl.max(logits, 1)
     if SHORT:
@@ -157,9 +157,7 @@ def _head(
         carry = factor_tile(factors, state, LEVELS + 2, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
         if not RESIDENT:
             m = tl.arange(0, BLOCK_M)
-            slot_values = slice_of(
-                before + H, state * M + m, m < M, first_value, H + V, V, SLICE_V
-            )
+            slot_values = slice_of(before + H, state * M + m, m < M, first_value, H + V, V, SLICE_V)
             values = slice_of(value, write_row, leaves, first_value, V, V, SLICE_V)
         acc = product(weights * carry, slot_values, PRECISION)
         acc = product_onto(mixed, values, acc, PRECISION)
@@ -242,11 +240,12 @@ def output(
     """Outputs of C tokens for HEADS heads of one group, one head after another.
 
     Slot logits are scale * (carry_t SK . q_t + sum_j decay_tj s_j (q_t . k'_j)), window logits
-    scale * q_t . k_r over rows r of the window: for a window that is known to be SHORT, of at most C
-    rows, all at once; else in blocks with a running maximum and sum. `lse` is the base-2 log-sum-exp
-    of all of them, `share` the mass on the slots. Where a head fits SLICE columns, the chunk's keys,
-    values and state stay in shared memory for all heads and the next head's queries are loaded
-    ahead; SHARED says that the window is C rows, whose values are those that the slots take.
+    scale * q_t . k_r over rows r of the window: for a window that is known to be SHORT, of at most
+    C rows, all at once; else in blocks with a running maximum and sum. `lse` is the base-2
+    log-sum-exp of all of them, `share` the mass on the slots. Where a head fits SLICE columns, the
+    chunk's keys, values and state stay in shared memory for all heads and the next head's queries
+    are loaded ahead; SHARED says that the window is C rows, whose values are those that the slots
+    take.
 
     Roofline (B=1, N=32, K=8, H=V=128, M=W=64, bf16, T=32768): reads both queries 537 MB, keys,
     slot keys, values 201 MB, states 134 MB, factors 67 MB, writes 268 MB: 1.21 GB, 0.29 ms at
@@ -306,8 +305,8 @@ def output(
                 keys, slot_keys, values, slot_values, near_keys, last_keys, near_values,
                 last_values, query, key, value, slot_query, slot_key, before, factors, out, lse,
                 share, segment, n, leaves, readable, w, T, P, t, first_value, write_row, near_row,
-                state, row, 1, False, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
-                SLICE_V, SCALE, PRECISION,
+                state, row, 1, False, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M,
+                SLICE_H, SLICE_V, SCALE, PRECISION,
             )  # fmt: skip
     else:
         for index in tl.range(0, HEADS, disable_licm=True):
@@ -316,6 +315,6 @@ def output(
                 keys, slot_keys, values, slot_values, near_keys, last_keys, near_values,
                 last_values, query, key, value, slot_query, slot_key, before, factors, out, lse,
                 share, segment, n, leaves, readable, w, T, P, t, first_value, write_row, near_row,
-                state, row, LEVELS + is_exact, True, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS, BLOCK_M, SLICE_H,
-                SLICE_V, SCALE, PRECISION,
+                state, row, LEVELS + is_exact, True, RESIDENT, SHORT, SLOTS, K, H, V, M, C, LEVELS,
+                BLOCK_M, SLICE_H, SLICE_V, SCALE, PRECISION,
             )  # fmt: skip

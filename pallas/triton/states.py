@@ -13,7 +13,6 @@ from pallas.triton.arithmetic import (
     level_factor,
     narrowed,
     product,
-    rows_of,
     store_rows,
     summed,
     write_strength,
@@ -50,11 +49,11 @@ def contributions(
 
         written[m] = sum_j exp(w_j[m]) s_j[m] (slot_key_j, value_j),   kept[m] = exp(sum of gates),
 
-    restricted to the segment that is open at the chunk's end. `factors` [LEVELS + 3, C, M] holds, for
-    chunks whose sums of gates stay above -LIMIT, s_j exp(R - G_j) in tile 0 and exp(G_t - R) in tile
-    1, with R half the sum of the segment's gates in the chunk. Chunks flagged in `exact` hold in tile i the factors of level i (a
-    writer's with its strength), in tile LEVELS the strengths, in the next 1. The last tile is the
-    decay of the state before the chunk, 0 for another segment.
+    restricted to the segment that is open at the chunk's end. `factors` [LEVELS + 3, C, M] holds,
+    for chunks whose sums of gates stay above -LIMIT, s_j exp(R - G_j) in tile 0 and exp(G_t - R) in
+    tile 1, with R half the sum of the segment's gates in the chunk. Chunks flagged in `exact` hold
+    in tile i the factors of level i (a writer's with its strength), in tile LEVELS the strengths,
+    in the next 1. The last tile is the decay of the state before the chunk, 0 for another segment.
 
     Roofline (B=1, K=8, H=V=128, M=64, bf16, T=32768): reads slot_key, value 2 x 67 MB and gates
     67 MB, writes 134 MB of contributions and 2 x 34 MB of factors: 0.40 GB, 0.10 ms at 4.2 TB/s;
@@ -174,9 +173,15 @@ def scan(
         step = -step
     in_m = m < M
     u0 = tl.load(written + row * WIDTH + element, mask=_existing(inside, 0, chunks), other=0.0)
-    u1 = tl.load(written + (row + step) * WIDTH + element, mask=_existing(inside, 1, chunks), other=0.0)
-    u2 = tl.load(written + (row + 2 * step) * WIDTH + element, mask=_existing(inside, 2, chunks), other=0.0)
-    u3 = tl.load(written + (row + 3 * step) * WIDTH + element, mask=_existing(inside, 3, chunks), other=0.0)
+    u1 = tl.load(
+        written + (row + step) * WIDTH + element, mask=_existing(inside, 1, chunks), other=0.0
+    )
+    u2 = tl.load(
+        written + (row + 2 * step) * WIDTH + element, mask=_existing(inside, 2, chunks), other=0.0
+    )
+    u3 = tl.load(
+        written + (row + 3 * step) * WIDTH + element, mask=_existing(inside, 3, chunks), other=0.0
+    )
     k0 = tl.load(kept + row + m, mask=_existing(in_m, 0, chunks), other=0.0)
     k1 = tl.load(kept + row + step + m, mask=_existing(in_m, 1, chunks), other=0.0)
     k2 = tl.load(kept + row + 2 * step + m, mask=_existing(in_m, 2, chunks), other=0.0)
@@ -185,9 +190,13 @@ def scan(
         here = row
         row += 4 * step
         ahead = chunk + 4
-        v0 = tl.load(written + row * WIDTH + element, mask=_existing(inside, ahead, chunks), other=0.0)
+        v0 = tl.load(
+            written + row * WIDTH + element, mask=_existing(inside, ahead, chunks), other=0.0
+        )
         v1 = tl.load(
-            written + (row + step) * WIDTH + element, mask=_existing(inside, ahead + 1, chunks), other=0.0
+            written + (row + step) * WIDTH + element,
+            mask=_existing(inside, ahead + 1, chunks),
+            other=0.0,
         )
         v2 = tl.load(
             written + (row + 2 * step) * WIDTH + element,
@@ -208,7 +217,9 @@ def scan(
         for index in tl.static_range(1, 4):
             exists = chunk + index < chunks
             to = before + (here + index * step) * WIDTH + element
-            tl.store(to, state.to(before.dtype.element_ty), mask=_existing(inside, chunk + index, chunks))
+            tl.store(
+                to, state.to(before.dtype.element_ty), mask=_existing(inside, chunk + index, chunks)
+            )
             if index == 1:
                 keep = k1
                 new = u1

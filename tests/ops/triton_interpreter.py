@@ -16,7 +16,6 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-
 # XLA calls back from several threads; the interpreter keeps the running program in globals.
 _one_at_a_time = threading.Lock()
 
@@ -138,9 +137,7 @@ def interpreted(kernel, grid, operands, outputs, constants, *, num_warps, num_st
         made = [np.array(x) for x in arrays]
         results = [_poisoned(shape) for shape in outputs]
         given = iter(made)
-        arguments = [
-            x if isinstance(x, int) else _Buffer(next(given)) for x in (*operands,)
-        ]
+        arguments = [x if isinstance(x, int) else _Buffer(next(given)) for x in (*operands,)]
         arguments += [_Buffer(x) for x in results]
         names = [name for name in kernel.arg_names if name not in constants]
         assert len(names) == len(arguments), (names, len(arguments))
