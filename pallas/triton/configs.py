@@ -82,9 +82,12 @@ def precision(dtype: DTypeLike) -> str:
 
 def choose(dtype: DTypeLike, key_width: int, value_width: int, num_slots: int) -> KernelConfig:
     """The tiles for one shape: what fits the registers and shared memory of one SM."""
-    wide = max(key_width, value_width, num_slots) > 128
+    wide = max(key_width, value_width) > 128
     if precision(dtype) == "bf16":
-        return KernelConfig(warps=8 if wide else 4, stages=1 if wide else 2)
+        if not wide and num_slots <= 64:
+            return KernelConfig(heavy_warps=4)
+        # All tiles of a chunk would not fit: they are loaded anew for each head, in slices.
+        return KernelConfig(warps=8 if wide else 4, stages=1, width=64)
     # The sums of gates are exponents: at 30 their rounding is still below 1e-5.
     limit = 30.0 if precision(dtype) == "tf32x3" else 100.0
     return KernelConfig(chunk=32, warps=8 if wide else 4, stages=1, width=32, limit=limit)

@@ -169,7 +169,7 @@ def scan(
     step = K * M
     row = (b * chunks * K + k) * M
     if REVERSE:
-        row += (chunks - 1).to(tl.int64) * step
+        row += (b * 0 + chunks - 1) * step  # in int64, also where `chunks` is the constant 1
         step = -step
     in_m = m < M
     u0 = tl.load(written + row * WIDTH + element, mask=_existing(inside, 0, chunks), other=0.0)
