@@ -2,8 +2,8 @@
 
 A family is a package under `pallas` with two functions: `unsupported` says what keeps it from
 taking certain sizes, `attention` runs whole sequences. One token is decoded in plain JAX whatever
-the implementation. A family is imported when it is asked for, never before, so that the library works where no GPU stack is
-installed.
+the implementation. A family is imported when it is asked for, never before, so that the library
+works where no GPU stack is installed.
 """
 
 import dataclasses
