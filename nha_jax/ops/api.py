@@ -165,7 +165,7 @@ def native_hybrid_attention_step(
         state=state,
         state_name="state",
     )
-    _resolve(implementation, inputs)  # one token is the same program in "reference" and "xla"
+    _resolve(implementation, inputs)  # one token is the same program in all of them
     out, new_state, slot_share = step.run(inputs)
     return (out, new_state, slot_share) if return_slot_share else (out, new_state)
 

@@ -55,7 +55,7 @@ def reads_slots(inputs: OperatorInputs) -> bool:
     """Whether any token can read a slot, as far as static facts tell."""
     if inputs.log_gate.shape[-1] == 0 or inputs.window is None:
         return False
-    if inputs.state is None and inputs.window_is_static and not inputs.sink:
+    if isinstance(inputs.window, int) and inputs.state is None and not inputs.sink:
         return inputs.window < inputs.segment_ids.shape[1]  # else no token leaves
     return True
 
@@ -94,6 +94,8 @@ def final_state(
     """
     batch, length, num_kv_heads, num_slots = inputs.log_gate.shape
     window_dtype, slot_dtype = result_dtypes(inputs)
+    window = inputs.window
+    assert window is None or isinstance(window, int)  # no state goes with a traced one
     if inputs.state is not None:
         state = inputs.state
     else:
@@ -103,8 +105,8 @@ def final_state(
             inputs.key.shape[-1],
             inputs.value.shape[-1],
             num_slots,
-            window=inputs.window,
-            capacity=length if inputs.window is None else None,
+            window=window,
+            capacity=length if window is None else None,
             dtype=window_dtype,
         )
     if slots is None:  # full attention writes nothing
@@ -116,8 +118,8 @@ def final_state(
     row = jnp.arange(rows, dtype=jnp.int32)[None]
     number = newest - (newest - row) % max(rows, 1)  # of the token in each row
     held = number >= 0
-    if inputs.window is not None:
-        held &= number > newest - inputs.window
+    if window is not None:
+        held &= number > newest - window
 
     def ring(name, old):
         if old.shape[1] == 0:

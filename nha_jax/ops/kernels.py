@@ -1,9 +1,9 @@
 """The operator on GPU kernels: which family can run, and the glue to either of them.
 
-A family is a package under `pallas` with two functions and one more for decoding: `unsupported`
-says what keeps it from taking certain sizes, `attention` runs whole sequences, `step` one token. It
-is imported when it is asked for, never before, so that the library works where no GPU stack is
-installed.
+A family is a package under `pallas` with two functions: `unsupported` says what keeps it from
+taking certain sizes, `attention` runs whole sequences. One token is decoded in plain JAX whatever
+the implementation. A family is imported when it is asked for, never before, so that the library
+works where no GPU stack is installed.
 """
 
 import dataclasses
@@ -50,7 +50,8 @@ class Family:
 
 FAMILIES = {
     "pallas": Family("pallas", "pallas.mosaic", (), (9, 0), "Hopper"),
-    "triton": Family("triton", "pallas.triton", ("triton", "jax_triton"), (8, 0), "Ampere"),
+    # The tiles are those that fit the shared memory of a Hopper SM.
+    "triton": Family("triton", "pallas.triton", ("triton", "jax_triton"), (9, 0), "Hopper"),
 }
 # The order in which `implementation=None` looks for one that can run.
 PREFERRED = ("triton", "pallas")

@@ -1,6 +1,6 @@
-"""Triton kernels of the operator, called through jax-triton: Ampere GPUs and newer.
+"""Triton kernels of the operator, called through jax-triton.
 
-A family exports `unsupported`, `attention` and `step`; `nha_jax.ops.kernels` calls them.
+A family exports `unsupported` and `attention`; `nha_jax.ops.kernels` calls them.
 """
 
 import jax.numpy as jnp

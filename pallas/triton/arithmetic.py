@@ -1,8 +1,8 @@
 """What the kernels share on the device: products, gates, and decay inside a chunk.
 
-Letters: C positions of a chunk, M slots, R rows of queries (several heads of a group times C tokens).
-Position t of a chunk holds the token that leaves the window at time t, so everything here is in
-*shifted* time: writer j and reader t of one chunk, j <= t, are apart by the gates of (j, t].
+Letters: C positions of a chunk, M slots, R rows of queries (several heads of a group times C
+tokens). Position t of a chunk holds the token that leaves the window at time t, so everything here
+is in *shifted* time: writer j and reader t of one chunk, j <= t, are apart by the gates of (j, t].
 
 Decay is exact for any gates: a chunk is halved again and again. Writer and reader are separated by
 the middle of exactly one block, and
@@ -10,9 +10,9 @@ the middle of exactly one block, and
     exp(gates in (j, t]) = exp(gates in (j, middle)) * exp(gates in [middle, t]),
 
 both exponents being sums of the gates that are really passed, never a difference. Where all sums of
-a chunk are small, one reference in the middle of the sum serves all pairs at once: one level instead
-of log2(C) + 1. `contributions` decides by chunk and kv head and writes the factors; everything else
-walks through the levels that it finds.
+a chunk are small, one reference in the middle of the sum serves all pairs at once: one level
+instead of log2(C) + 1. `contributions` decides by chunk and kv head and writes the factors;
+everything else walks through the levels that it finds.
 """
 
 import triton
@@ -161,35 +161,24 @@ def level_factor(log_gate, position, half, C: tl.constexpr):
 
 
 @triton.jit
-def level_half(level, is_exact, C: tl.constexpr):
-    """Positions of half a block at a level; C and more than one chunk where one level serves all."""
-    return tl.where(is_exact != 0, C >> (level + 1), C)
+def level_pairs(level, C: tl.constexpr, LEVELS: tl.constexpr):
+    """Mask [C, C] of the (reader, writer) pairs that a level of an exact chunk serves.
 
-
-@triton.jit
-def level_pairs(t, j, level, is_exact, C: tl.constexpr, LEVELS: tl.constexpr):
-    """Mask [R, C] of the (reader, writer) pairs that a level serves, among those with j <= t.
-
-    The levels of an exact chunk serve blocks of C, C/2, .., 2 positions, reader right and writer left
-    of the middle, and at last, level LEVELS, each position itself.
+    The levels serve blocks of C, C/2, .., 2 positions, reader right and writer left of the middle,
+    and at last, level LEVELS, each position itself.
     """
-    half = level_half(level, is_exact, C)
+    j = tl.arange(0, C)
+    half = C >> (level + 1)
     block = tl.maximum(2 * half, 1)
-    near = (t // block)[:, None] == (j // block)[None, :]
-    across = (t % block >= half)[:, None] & (j % block < half)[None, :]
-    return near & (across | (is_exact == 0) | (level == LEVELS))
+    near = (j // block)[:, None] == (j // block)[None, :]
+    across = (j % block >= half)[:, None] & (j % block < half)[None, :]
+    return near & (across | (level == LEVELS))
 
 
 @triton.jit
-def left_slot(level, is_exact):
-    """Where a chunk's factors hold those of the writers at a level."""
-    return tl.where(is_exact != 0, level, 0)
-
-
-@triton.jit
-def right_slot(level, is_exact, LEVELS: tl.constexpr):
-    """Where a chunk's factors hold those of the readers at a level."""
-    return tl.where(is_exact != 0, tl.where(level < LEVELS, level, LEVELS + 1), 1)
+def right_slot(level, LEVELS: tl.constexpr):
+    """The tile of an exact chunk's factors that holds those of the readers at a level."""
+    return tl.where(level < LEVELS, level, LEVELS + 1)
 
 
 @triton.jit
@@ -213,24 +202,32 @@ def spread(
     products,
     factors,
     state,
-    t,
-    is_exact,
     onto,
+    steps,
+    EXACT: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Onto + sum_j products[t, j] decay[t, j, m] s[j, m]: [R, C] -> [R, M]."""
+    """Onto + sum_j products[t, j] decay[t, j, m] s[j, m]: [C, C] -> [C, M].
+
+    `products` is 0 where the writer j comes after the reader t. `steps` is LEVELS + 1, known only
+    when the kernel runs so that the compiler does not unroll the levels.
+    """
     j = tl.arange(0, C)
-    for level in range(tl.where(is_exact != 0, LEVELS + 1, 1)):
-        slot = left_slot(level, is_exact)
-        left = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M)
-        slot = right_slot(level, is_exact, LEVELS)
-        right = factor_tile(factors, state, slot, t, M, C, LEVELS, BLOCK_M).to(tl.float32)
-        near = tl.where(level_pairs(t, j, level, is_exact, C, LEVELS), products, 0.0)
-        onto += right * product(near, left, PRECISION)
+    if EXACT:
+        for level in tl.range(0, steps, disable_licm=True):
+            left = factor_tile(factors, state, level, j, M, C, LEVELS, BLOCK_M)
+            slot = right_slot(level, LEVELS)
+            right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+            near = tl.where(level_pairs(level, C, LEVELS), products, 0.0)
+            onto += right * product(near, left, PRECISION)
+    else:
+        left = factor_tile(factors, state, 0, j, M, C, LEVELS, BLOCK_M)
+        right = factor_tile(factors, state, 1, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+        onto += right * product(products, left, PRECISION)
     return onto
 
 
@@ -239,22 +236,29 @@ def collect(
     weights,
     factors,
     state,
-    t,
-    is_exact,
+    steps,
+    EXACT: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """sum_m weights[t, m] decay[t, j, m] s[j, m]: [R, M] -> [R, C]; `spread` transposed."""
+    """sum_m weights[t, m] decay[t, j, m] s[j, m]: [C, M] -> [C, C]; `spread` transposed.
+
+    Of no meaning where the writer j comes after the reader t.
+    """
     j = tl.arange(0, C)
-    result = tl.zeros([t.shape[0], C], tl.float32)
-    for level in range(tl.where(is_exact != 0, LEVELS + 1, 1)):
-        slot = left_slot(level, is_exact)
-        left = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M)
-        slot = right_slot(level, is_exact, LEVELS)
-        right = factor_tile(factors, state, slot, t, M, C, LEVELS, BLOCK_M).to(tl.float32)
-        near = product(weights * right, tl.trans(left), PRECISION)
-        result += tl.where(level_pairs(t, j, level, is_exact, C, LEVELS), near, 0.0)
+    if EXACT:
+        result = tl.zeros([C, C], tl.float32)
+        for level in tl.range(0, steps, disable_licm=True):
+            left = factor_tile(factors, state, level, j, M, C, LEVELS, BLOCK_M)
+            slot = right_slot(level, LEVELS)
+            right = factor_tile(factors, state, slot, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+            near = product(weights * right, tl.trans(left), PRECISION)
+            result += tl.where(level_pairs(level, C, LEVELS), near, 0.0)
+    else:
+        left = factor_tile(factors, state, 0, j, M, C, LEVELS, BLOCK_M)
+        right = factor_tile(factors, state, 1, j, M, C, LEVELS, BLOCK_M).to(tl.float32)
+        result = product(weights * right, tl.trans(left), PRECISION)
     return result

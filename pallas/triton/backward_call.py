@@ -11,63 +11,84 @@ from pallas.triton.configs import block, precision
 from pallas.triton.forward_call import scan_chunks
 from pallas.triton.launch import Shape, launch
 
+# Up to this many rows the window's share of the softmax may be too small for the simple delta.
+SMALL_WINDOW = 4
 
-def backward(options: Options, window, inputs: Inputs, number, out, share, saved, cotangents):
+
+def backward(
+    options: Options, window, inputs: Inputs, number, out, share, saved, cotangents
+) -> Inputs:
     """Gradients of all inputs, from the cotangents of (out, slot share, final slots or None)."""
     lse, memory = saved
     out_grad, share_grad, final_grad = cotangents
-    delta = jnp.sum(out_grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # Padding's outputs are 0 whatever their cotangents are.
-    delta = jnp.where((number >= 0)[:, :, None], delta + share_grad * share, 0)
-    softmax = (lse, delta, share_grad, out_grad)
-    query, key, value = _window_gradients(options, window, inputs, number, softmax)
-    if memory is None:
-        rest = (inputs.log_gate, inputs.slot_query, inputs.slot_key)
-        log_gate, slot_query, slot_key = (jnp.zeros_like(x) for x in rest)
-        initial = None if inputs.initial_slots is None else jnp.zeros_like(inputs.initial_slots)
-    else:
-        slot_query, written, initial = _slot_gradients(
+    delta = _deltas(options, window, inputs, number, (lse, out, share, out_grad, share_grad))
+    slot_query, log_gate, slot_key = (
+        jnp.zeros_like(x) for x in (inputs.slot_query, inputs.log_gate, inputs.slot_key)
+    )
+    slot_value = initial = None
+    if memory is not None:
+        softmax = (lse, delta, share_grad, out_grad)
+        slot_query, delta, written, initial = _slot_gradients(
             options, window, inputs, number, memory, softmax, final_grad
         )
         slot_key, slot_value, log_gate = (
-            _unshifted(x, y, window) for x, y in zip(written, _sources(inputs), strict=True)
+            _unshifted(x, inputs.key.shape[1], window) for x in written
         )
-        value = (value.astype(jnp.float32) + slot_value).astype(value.dtype)
-        initial = None if inputs.initial_slots is None else initial
+    query, key, value = _window_gradients(options, window, inputs, number, (lse, delta, out_grad))
+    if slot_value is not None:
+        value = (value + slot_value).astype(inputs.value.dtype)
+    if inputs.initial_slots is None:
+        initial = None
+    elif initial is None:
+        initial = jnp.zeros_like(inputs.initial_slots)
     return Inputs(query, key, value, log_gate, slot_query, slot_key, initial)
 
 
-def _sources(inputs: Inputs):
-    return inputs.slot_key, inputs.value, inputs.log_gate
-
-
-def _unshifted(gradient, source, window):
-    """From [B, T, ...] by the time of writing to [B, S, ...] by row: row t + P - W was written at t."""
-    length, rows = gradient.shape[1], source.shape[1]
+def _unshifted(gradient, rows: int, window):
+    """From [B, T, ...] by time of writing to [B, S, ...] by row: t wrote row t + P - W."""
+    length = gradient.shape[1]
     # With P rows of history W is P, or T + P and more, where nothing was written.
     shift = jnp.minimum(window[0] - (rows - length), length)
     padded = jnp.pad(gradient, ((0, 0), (0, rows), (0, 0), (0, 0)))
     start = jnp.asarray(shift, jnp.int32)
-    result = jax.lax.dynamic_slice_in_dim(padded, start, rows, axis=1)
-    return result.astype(source.dtype)
+    return jax.lax.dynamic_slice_in_dim(padded, start, rows, axis=1)
 
 
-def _window_gradients(options: Options, window, inputs: Inputs, number, softmax):
-    config = options.config
-    size = Sizes.of(inputs, config)
-    lse, delta, _, out_grad = softmax
-    rows = size.T + size.P
-    common: dict[str, Any] = dict(
+def _window_constants(options: Options, inputs: Inputs, size: Sizes) -> dict[str, Any]:
+    return dict(
         N=size.N,
         K=size.K,
         H=size.H,
         V=size.V,
-        C=config.chunk,
+        C=options.config.chunk,
         BLOCK_H=block(size.H),
         BLOCK_V=block(size.V),
         SCALE=options.scale,
         PRECISION=precision(inputs.query.dtype),
     )
+
+
+def _deltas(options: Options, window, inputs: Inputs, number, arrays):
+    config = options.config
+    size = Sizes.of(inputs, config)
+    (delta,) = launch(
+        backward_window.deltas,
+        (size.N, size.chunks, size.B),
+        [*inputs[:3], number, window, *arrays, size.T, size.P],
+        [Shape((size.B, size.T, size.N), jnp.float32)],
+        _window_constants(options, inputs, size) | dict(SMALL=SMALL_WINDOW),
+        num_warps=config.warps,
+        num_stages=1,
+    )
+    return delta
+
+
+def _window_gradients(options: Options, window, inputs: Inputs, number, softmax):
+    config = options.config
+    size = Sizes.of(inputs, config)
+    lse, delta, out_grad = softmax
+    rows = size.T + size.P
+    common = _window_constants(options, inputs, size)
     (query,) = launch(
         backward_window.queries,
         (size.N, size.chunks, size.B),
@@ -113,7 +134,7 @@ def _last_rows(number, history: int):
 
 
 def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, softmax, final_grad):
-    """(slot query's; slot key's, value's and gate's by the time of writing; initial slots')."""
+    """(slot query's; delta; slot key's, value's, gate's by time of writing; initial slots')."""
     config = options.config
     size = Sizes.of(inputs, config)
     kind = memory.before.dtype
@@ -135,7 +156,7 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
     widths = dict(
         SLICE_H=min(config.width, block(size.H)), SLICE_V=min(config.width, block(size.V))
     )
-    slot_query, key_tiles, value_tiles = launch(
+    slot_query, key_tiles, value_tiles, full_delta = launch(
         backward_slots.readers,
         (size.K, size.chunks, size.B),
         [
@@ -158,10 +179,13 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             Shape(inputs.slot_query.shape, inputs.slot_query.dtype),
             Shape(tiles, kind),
             Shape(tiles, kind),
+            Shape(lse.shape, jnp.float32),
         ],
-        common | widths | dict(SCALE=options.scale, SINK=options.sink),
+        common
+        | widths
+        | dict(SCALE=options.scale, SINK=options.sink, STAGES=config.stages, SMALL=SMALL_WINDOW),
         num_warps=config.warps,
-        num_stages=1,
+        num_stages=config.stages,
     )
     (gate_inside,) = launch(
         backward_slots.gates,
@@ -183,9 +207,9 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
             size.P,
         ],
         [Shape(per_gate, jnp.float32)],
-        common | widths,
+        common | widths | dict(STAGES=config.stages),
         num_warps=config.warps,
-        num_stages=1,
+        num_stages=config.stages,
     )
     key_inside, value_inside, state_grad = launch(
         backward_slots.head_products,
@@ -237,4 +261,4 @@ def _slot_gradients(options, window, inputs: Inputs, number, memory: Memory, sof
         num_warps=config.heavy_warps,
         num_stages=1,
     )
-    return slot_query, written, initial
+    return slot_query, full_delta, written, initial

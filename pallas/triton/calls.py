@@ -18,6 +18,7 @@ class Options:
         sink: Whether empty slots take part as zeros.
         slots: Whether slots exist at all: whether they are read or the final ones asked for.
         with_slots: Whether the final slots are returned.
+        window: The window where it is static, else None; the kernels read it from an array.
         config: Tiles.
     """
 
@@ -25,6 +26,7 @@ class Options:
     sink: bool
     slots: bool
     with_slots: bool
+    window: int | None
     config: KernelConfig
 
 
@@ -64,6 +66,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, config: KernelConfig) -> "Sizes":
+        """Those of a call's inputs."""
         B, T, N, H = inputs.query.shape
         S, K, V = inputs.value.shape[1:]
         return cls(B, T, S - T, N, K, H, V, inputs.log_gate.shape[3], -(-T // config.chunk))

@@ -12,24 +12,26 @@ class KernelConfig:
 
     Attributes:
         chunk: Tokens C of a chunk, and rows of a key block: a power of two from 16 to 128.
-        heads: Query heads of a group that one program of the output kernel stacks as rows; a power
-            of two that divides the group.
+        heads: Query heads of a group, at most, that one program of the output kernel goes
+            through; a power of two.
         warps: Warps of a program of the output and of the query gradients: 4 or 8.
         heavy_warps: Warps of the kernels that keep more tiles: contributions and the rest of the
             gradients: 4 or 8.
         stages: Loads in flight in pipelined loops, from 1 to 4.
         width: Columns of keys and values that the slot kernels hold at a time: a power of two.
-        scan_block: Elements of a state that one program of a scan carries: a power of two.
+        scan_rows: Slots that one program of a scan carries: a power of two.
+        scan_columns: Columns of them: a power of two.
         limit: Chunks whose gates sum to less than -limit in some slot take the exact path.
     """
 
     chunk: int = 64
-    heads: int = 1
+    heads: int = 4
     warps: int = 4
     heavy_warps: int = 8
     stages: int = 2
     width: int = 128
-    scan_block: int = 512
+    scan_rows: int = 4
+    scan_columns: int = 128
     limit: float = 100.0
 
     def __post_init__(self):
@@ -37,7 +39,8 @@ class KernelConfig:
             ("chunk", 16, 128),
             ("heads", 1, 8),
             ("width", 16, 256),
-            ("scan_block", 32, 4096),
+            ("scan_rows", 1, 16),
+            ("scan_columns", 16, 512),
         ):
             size = getattr(self, name)
             if not low <= size <= high or size & (size - 1):
@@ -79,9 +82,12 @@ def precision(dtype: DTypeLike) -> str:
 
 def choose(dtype: DTypeLike, key_width: int, value_width: int, num_slots: int) -> KernelConfig:
     """The tiles for one shape: what fits the registers and shared memory of one SM."""
+    wide = max(key_width, value_width) > 128
     if precision(dtype) == "bf16":
-        wide = max(block(key_width), block(value_width), block(num_slots)) > 128
-        return KernelConfig(warps=8 if wide else 4, stages=1 if wide else 2)
+        if not wide and num_slots <= 64:
+            return KernelConfig(heavy_warps=4)
+        # All tiles of a chunk would not fit: they are loaded anew for each head, in slices.
+        return KernelConfig(warps=8 if wide else 4, stages=1, width=64)
     # The sums of gates are exponents: at 30 their rounding is still below 1e-5.
     limit = 30.0 if precision(dtype) == "tf32x3" else 100.0
-    return KernelConfig(chunk=32, warps=4, stages=1, width=32, limit=limit)
+    return KernelConfig(chunk=32, warps=8 if wide else 4, stages=1, width=32, limit=limit)

@@ -1,6 +1,7 @@
 """Launches of the forward pass."""
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas.triton import output as output_kernel
 from pallas.triton import states
@@ -9,7 +10,9 @@ from pallas.triton.configs import KernelConfig, block, precision
 from pallas.triton.launch import Shape, launch
 
 
-def forward(options: Options, window, inputs: Inputs, number):
+def forward(
+    options: Options, window, inputs: Inputs, number
+) -> tuple[Array, Array, Array | None, tuple[Array, Memory | None]]:
     """Returns (out, share, final slots or None, (log-sum-exp, memory or None))."""
     memory, final = None, None
     if options.slots:
@@ -47,7 +50,7 @@ def _memory(options: Options, inputs: Inputs, number, window):
             LIMIT=config.limit,
             PRECISION=precision(inputs.query.dtype),
         ),
-        num_warps=config.heavy_warps,
+        num_warps=config.warps,
         num_stages=1,
     )
     initial = inputs.initial_slots
@@ -64,6 +67,9 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
     if memory is None:  # pointers that the kernel does not look at
         memory = Memory(*[number] * len(Memory._fields))
     slice_v = min(config.width, block(size.V))
+    # Tiles of the window stay in shared memory only where those of a whole head fit.
+    short = options.window is not None and options.window <= config.chunk
+    short = short and max(block(size.H), block(size.V)) <= config.width
     return launch(
         output_kernel.output,
         (size.N // config.heads * -(-size.V // slice_v), size.chunks, size.B),
@@ -94,6 +100,9 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
             SCALE=options.scale,
             SINK=options.sink,
             SLOTS=options.slots,
+            SHORT=short,
+            SHARED=short and options.window == config.chunk,
+            STAGES=config.stages,
             PRECISION=precision(inputs.query.dtype),
             BLOCK_M=block(size.M),
             SLICE_H=min(config.width, block(size.H)),
@@ -104,15 +113,20 @@ def _output(options: Options, inputs: Inputs, number, window, memory: Memory | N
     )
 
 
-def scan_chunks(written, kept, initial, config: KernelConfig, *, reverse: bool):
+def scan_chunks(
+    written, kept, initial, config: KernelConfig, *, reverse: bool
+) -> tuple[Array, Array]:
     """The first-order scan over chunks: (state before each chunk, final state)."""
     B, chunks, K, M, width = written.shape
-    return launch(
+    columns = min(config.scan_columns, block(width))
+    rows = min(config.scan_rows, block(M))
+    before, final = launch(
         states.scan,
-        (-(-M * width // config.scan_block), K, B),
+        (-(-M // rows) * -(-width // columns), K, B),
         [written, kept, initial, chunks],
         [Shape(written.shape, written.dtype), Shape(initial.shape, jnp.float32)],
-        dict(K=K, M=M, WIDTH=width, BLOCK=config.scan_block, REVERSE=reverse, STAGES=4),
+        dict(K=K, M=M, WIDTH=width, ROWS=rows, COLUMNS=columns, REVERSE=reverse),
         num_warps=4,
-        num_stages=4,
+        num_stages=1,
     )
+    return before, final

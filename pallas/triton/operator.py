@@ -77,7 +77,8 @@ def attention(
     group = query.shape[2] // key.shape[2]
     while group % config.heads:
         config = dataclasses.replace(config, heads=config.heads // 2)
-    options = Options(scale, sink, slots, with_slots, config)
+    static = window if isinstance(window, int) else None
+    options = Options(scale, sink, slots, with_slots, static, config)
     inputs = Inputs(query, key, value, log_gate, slot_query, slot_key, initial_slots)
     return _attention(options, inputs, number, jnp.stack([width, reads]))
 
@@ -107,8 +108,8 @@ _attention.defvjp(_attention_forward, _attention_backward)
 def _mapped(function: Callable, options: Options, window, *arrays):
     """Calls function(options, window, *arrays); under `vmap` the mapped axis joins the batch.
 
-    All arrays but `window` lead with the batch axis, results too. With a mapped window the calls run
-    one after another.
+    All arrays but `window` lead with the batch axis, results too. With a mapped window the calls
+    run one after another.
     """
 
     @jax.custom_batching.custom_vmap

@@ -13,7 +13,6 @@ from pallas.triton.arithmetic import (
     level_factor,
     narrowed,
     product,
-    rows_of,
     store_rows,
     summed,
     write_strength,
@@ -50,11 +49,11 @@ def contributions(
 
         written[m] = sum_j exp(w_j[m]) s_j[m] (slot_key_j, value_j),   kept[m] = exp(sum of gates),
 
-    restricted to the segment that is open at the chunk's end. `factors` [LEVELS + 3, C, M] holds, for
-    chunks whose sums of gates stay above -LIMIT, s_j exp(R - G_j) in tile 0 and exp(G_t - R) in tile
-    1, with R half the sum of the segment's gates in the chunk. Chunks flagged in `exact` hold in tile i the factors of level i (a
-    writer's with its strength), in tile LEVELS the strengths, in the next 1. The last tile is the
-    decay of the state before the chunk, 0 for another segment.
+    restricted to the segment that is open at the chunk's end. `factors` [LEVELS + 3, C, M] holds,
+    for chunks whose sums of gates stay above -LIMIT, s_j exp(R - G_j) in tile 0 and exp(G_t - R) in
+    tile 1, with R half the sum of the segment's gates in the chunk. Chunks flagged in `exact` hold
+    in tile i the factors of level i (a writer's with its strength), in tile LEVELS the strengths,
+    in the next 1. The last tile is the decay of the state before the chunk, 0 for another segment.
 
     Roofline (B=1, K=8, H=V=128, M=64, bf16, T=32768): reads slot_key, value 2 x 67 MB and gates
     67 MB, writes 134 MB of contributions and 2 x 34 MB of factors: 0.40 GB, 0.10 ms at 4.2 TB/s;
@@ -86,7 +85,10 @@ def contributions(
     # Sums inside the position's own segment: other segments do not touch a single bit of it.
     same = segment[:, None] == segment[None, :]
     running = summed(same & (j[None, :] <= j[:, None]), g)
-    half_sum = summed(same, g) * 0.5
+    if tl.sum((restart * (j > 0)), 0) == 0:
+        half_sum = tl.zeros([C, BLOCK_M], tl.float32) + (total * 0.5)[None, :]
+    else:
+        half_sum = summed(same, g) * 0.5
     is_exact = tl.min(tl.min(half_sum, 1), 0) * 2 < -LIMIT
     tl.store(exact + state, is_exact.to(tl.int32))
     row_0 = state * (LEVELS + 3) * C + j
@@ -126,6 +128,12 @@ def contributions(
 
 
 @triton.jit
+def _existing(inside, chunk, chunks):
+    """A mask of elements, all False past the last chunk."""
+    return inside & (tl.zeros(inside.shape, tl.int32) + chunk < chunks)
+
+
+@triton.jit
 def scan(
     written,
     kept,
@@ -136,9 +144,9 @@ def scan(
     K: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """S <- kept * S + written over the chunks; `before` holds S before each chunk.
 
@@ -146,22 +154,88 @@ def scan(
     after each chunk, `written` what the chunk itself adds to that of the state before it.
 
     Roofline (K=8, M=64, WIDTH=256, bf16, T=32768): 134 MB read, 134 MB written, 0.064 ms at
-    4.2 TB/s; a chain of T/64 dependent steps, hidden by loads issued STAGES ahead.
+    4.2 TB/s. A chain of T/64 dependent steps: the loads of four chunks are issued while the four
+    before them are worked on.
     """
+    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < M * WIDTH
-    m = element // WIDTH
-    state = tl.load(initial + (b * K + k) * M * WIDTH + element, mask=inside, other=0.0)
-    for step in tl.range(0, chunks, num_stages=STAGES):
-        chunk = step
-        if REVERSE:
-            chunk = chunks - 1 - step
-        at = (b * chunks + chunk) * K + k
-        new = tl.load(written + at * M * WIDTH + element, mask=inside, other=0.0)
-        keep = tl.load(kept + at * M + m, mask=inside, other=0.0)
-        kind = before.dtype.element_ty
-        tl.store(before + at * M * WIDTH + element, state.to(kind), mask=inside)
-        state = state * keep + new.to(tl.float32)
-    tl.store(final + (b * K + k) * M * WIDTH + element, state, mask=inside)
+    m = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (m < M)[:, None] & (column < WIDTH)[None, :]
+    element = m[:, None] * WIDTH + column[None, :]
+    at = (b * K + k) * M * WIDTH + element
+    state = tl.load(initial + at, mask=inside, other=0.0)
+    step = K * M
+    row = (b * chunks * K + k) * M
+    if REVERSE:
+        row += (b * 0 + chunks - 1) * step  # in int64, also where `chunks` is the constant 1
+        step = -step
+    in_m = m < M
+    u0 = tl.load(written + row * WIDTH + element, mask=_existing(inside, 0, chunks), other=0.0)
+    u1 = tl.load(
+        written + (row + step) * WIDTH + element, mask=_existing(inside, 1, chunks), other=0.0
+    )
+    u2 = tl.load(
+        written + (row + 2 * step) * WIDTH + element, mask=_existing(inside, 2, chunks), other=0.0
+    )
+    u3 = tl.load(
+        written + (row + 3 * step) * WIDTH + element, mask=_existing(inside, 3, chunks), other=0.0
+    )
+    k0 = tl.load(kept + row + m, mask=_existing(in_m, 0, chunks), other=0.0)
+    k1 = tl.load(kept + row + step + m, mask=_existing(in_m, 1, chunks), other=0.0)
+    k2 = tl.load(kept + row + 2 * step + m, mask=_existing(in_m, 2, chunks), other=0.0)
+    k3 = tl.load(kept + row + 3 * step + m, mask=_existing(in_m, 3, chunks), other=0.0)
+    for chunk in range(0, chunks, 4):
+        here = row
+        row += 4 * step
+        ahead = chunk + 4
+        v0 = tl.load(
+            written + row * WIDTH + element, mask=_existing(inside, ahead, chunks), other=0.0
+        )
+        v1 = tl.load(
+            written + (row + step) * WIDTH + element,
+            mask=_existing(inside, ahead + 1, chunks),
+            other=0.0,
+        )
+        v2 = tl.load(
+            written + (row + 2 * step) * WIDTH + element,
+            mask=_existing(inside, ahead + 2, chunks),
+            other=0.0,
+        )
+        v3 = tl.load(
+            written + (row + 3 * step) * WIDTH + element,
+            mask=_existing(inside, ahead + 3, chunks),
+            other=0.0,
+        )
+        l0 = tl.load(kept + row + m, mask=_existing(in_m, ahead, chunks), other=0.0)
+        l1 = tl.load(kept + row + step + m, mask=_existing(in_m, ahead + 1, chunks), other=0.0)
+        l2 = tl.load(kept + row + 2 * step + m, mask=_existing(in_m, ahead + 2, chunks), other=0.0)
+        l3 = tl.load(kept + row + 3 * step + m, mask=_existing(in_m, ahead + 3, chunks), other=0.0)
+        tl.store(before + here * WIDTH + element, state.to(before.dtype.element_ty), mask=inside)
+        state = state * k0[:, None] + u0.to(tl.float32)
+        for index in tl.static_range(1, 4):
+            exists = chunk + index < chunks
+            to = before + (here + index * step) * WIDTH + element
+            tl.store(
+                to, state.to(before.dtype.element_ty), mask=_existing(inside, chunk + index, chunks)
+            )
+            if index == 1:
+                keep = k1
+                new = u1
+            elif index == 2:
+                keep = k2
+                new = u2
+            else:
+                keep = k3
+                new = u3
+            state = tl.where(exists, state * keep[:, None] + new.to(tl.float32), state)
+        u0 = v0
+        u1 = v1
+        u2 = v2
+        u3 = v3
+        k0 = l0
+        k1 = l1
+        k2 = l2
+        k3 = l3
+    tl.store(final + at, state, mask=inside)

@@ -6,7 +6,6 @@ The interpreter takes torch tensors; `_Buffer` is as much of one as it asks for,
 
 import dataclasses
 import functools
-import inspect
 import threading
 from unittest import mock
 
@@ -15,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-
 
 # XLA calls back from several threads; the interpreter keeps the running program in globals.
 _one_at_a_time = threading.Lock()
@@ -111,32 +109,25 @@ def _patched_once():
     patch, done = interpreter._patch_lang, set()
 
     def once(function):
-        languages = frozenset(
-            name for name in ("language", "core") if _language(name) in _values(function)
-        )
-        if languages in done:
+        known = (tl, tl.core)
+        seen = {id(x) for x in function.__globals__.values() if any(x is each for each in known)}
+        if seen <= done:
             return None
-        done.add(languages)
+        done.update(seen)
         return patch(function)
 
     return once
 
 
-def _language(name):
-    return tl if name == "language" else tl.core
-
-
-def _values(function):
-    return [x for x in function.__globals__.values() if inspect.ismodule(x)]
-
-
 def interpreted(kernel, grid, operands, outputs, constants, *, num_warps, num_stages):
-    """A launcher for `pallas.triton.launch`; memory that no program writes holds NaN."""
+    """A launcher for `pallas.triton.launch`; memory that no program writes holds poison."""
     del num_warps, num_stages
 
     def run(*arrays):
-        made = [np.array(x) for x in arrays]
-        results = [_poisoned(shape) for shape in outputs]
+        made = [_guarded(x) for x in arrays]
+        results = [_guarded(np.empty(x.shape, x.dtype)) for x in outputs]
+        for result in results:
+            result.fill(_poison(result.dtype))
         given = iter(made)
         arguments = [x if isinstance(x, int) else _Buffer(next(given)) for x in (*operands,)]
         arguments += [_Buffer(x) for x in results]
@@ -150,16 +141,28 @@ def interpreted(kernel, grid, operands, outputs, constants, *, num_warps, num_st
             mock.patch.object(interpreter, "_patch_lang", _patched_once()),
         ):
             kernel[grid](**dict(zip(names, arguments, strict=True)), **constants)
-        return results
+        for result in results:
+            before, after = result.base[:_GUARD], result.base[-_GUARD:]
+            for guard in (before, after):  # nothing is written past the end
+                expected = np.full(_GUARD, _poison(result.dtype), result.dtype)
+                np.testing.assert_array_equal(guard.view(np.uint8), expected.view(np.uint8))
+        return [np.array(x) for x in results]
 
     arrays = [x for x in operands if not isinstance(x, int)]
     return jax.pure_callback(run, list(outputs), *arrays)
 
 
-def _poisoned(shape):
-    result = np.empty(shape.shape, shape.dtype)
-    if np.issubdtype(result.dtype, np.integer):
-        result.fill(-(2**30))
-    else:
-        result.fill(np.nan)
-    return result
+_GUARD = 256
+
+
+def _poison(dtype):
+    return -(2**30) if np.issubdtype(dtype, np.integer) else np.nan
+
+
+def _guarded(x):
+    """A copy between two stretches of poison, so that reading past an end shows in the results."""
+    x = np.asarray(x)
+    memory = np.full(x.size + 2 * _GUARD, _poison(x.dtype), x.dtype)
+    inside = memory[_GUARD : _GUARD + x.size].reshape(x.shape)
+    inside[...] = x
+    return inside
