@@ -193,7 +193,10 @@ def explain_choice() -> tuple[str, list[Availability]]:
     ]
     for name, family in kernels.FAMILIES.items():
         problem = kernels.missing(name)
-        reason = f"kernels for NVIDIA GPUs, {family.hardware} and newer"
+        newer = "" if family.only else " and newer"
+        reason = f"kernels for NVIDIA GPUs, {family.hardware}{newer}"
+        if name not in kernels.PREFERRED:
+            reason += "; taken only by name, implementation=" + repr(name)
         found.append(Availability(name, problem is None, problem or reason))
     able = {each.name for each in found if each.available}
     return next((name for name in kernels.PREFERRED if name in able), "xla"), found

@@ -39,6 +39,7 @@ class Family:
         needs: Packages it cannot be imported without.
         capability: The lowest CUDA compute capability it runs on.
         hardware: What GPUs of that capability are called.
+        only: Whether it runs on that capability alone.
     """
 
     name: str
@@ -46,15 +47,19 @@ class Family:
     needs: tuple[str, ...]
     capability: tuple[int, int]
     hardware: str
+    only: bool = False
 
 
 FAMILIES = {
-    "pallas": Family("pallas", "pallas.mosaic", (), (9, 0), "Hopper"),
+    # Warpgroup matrix instructions (wgmma) exist on sm_90a and nowhere else.
+    "pallas": Family("pallas", "pallas.mosaic", (), (9, 0), "Hopper", only=True),
     # The tiles are those that fit the shared memory of a Hopper SM.
     "triton": Family("triton", "pallas.triton", ("triton", "jax_triton"), (9, 0), "Hopper"),
 }
-# The order in which `implementation=None` looks for one that can run.
-PREFERRED = ("triton", "pallas")
+# The order in which `implementation=None` looks for one that can run. None is taken unasked before
+# the operator's whole suite and a training run have passed with it on a GPU: so far sizes and gates
+# of all kinds have been checked there against float64, call by call.
+PREFERRED: tuple[str, ...] = ()
 
 
 def load(name: str) -> ModuleType:
@@ -84,13 +89,15 @@ def load(name: str) -> ModuleType:
 def device_problem(name: str) -> str | None:
     """Why the default device cannot run a family; None where it can."""
     family = FAMILIES[name]
-    needed = f"the {name} kernels need an NVIDIA GPU of the {family.hardware} generation or newer"
+    newer = "" if family.only else " or newer"
+    needed = f"the {name} kernels need an NVIDIA GPU of the {family.hardware} generation{newer}"
     if jax.default_backend() != "gpu":
         return f"{needed}, but JAX's default backend is {jax.default_backend()}"
     device = jax.devices()[0]
     found = str(getattr(device, "compute_capability", ""))
     parts = found.split(".")
-    if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < family.capability:
+    capability = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (0,)
+    if capability < family.capability or (family.only and capability != family.capability):
         lowest = ".".join(map(str, family.capability))
         return f"{needed} (compute capability {lowest}), but {device.device_kind} has {found!r}"
     return None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nha_jax import NHAState, native_hybrid_attention, native_hybrid_attention_step
-from nha_jax.ops import api
+from nha_jax.ops import api, kernels
 
 B, T, N, K, H, V, M = 2, 6, 4, 2, 8, 4, 3
 
@@ -241,6 +241,29 @@ def test_state_is_what_the_design_says():
 def test_named_implementation_that_cannot_run_says_why(name):
     with pytest.raises(NotImplementedError, match=f"'{name}' cannot run: .*{name} kernels"):
         native_hybrid_attention(**arrays(), window=3, implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "problem"),
+    [
+        ("pallas", "8.0", "Hopper generation (compute capability 9.0), but a GPU has '8.0'"),
+        ("pallas", "9.0", None),
+        ("pallas", "12.0", "but a GPU has '12.0'"),
+        ("triton", "8.9", "Hopper generation or newer (compute capability 9.0)"),
+        ("triton", "12.0", None),
+        ("triton", "", "but a GPU has ''"),
+    ],
+)
+def test_kernels_say_which_gpu_they_need(monkeypatch, name, capability, problem):
+    class Device:
+        device_kind = "a GPU"
+        compute_capability = capability
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device])
+    found = kernels.device_problem(name)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in found
 
 
 def test_the_choice_is_explained_and_logged_once(caplog):
