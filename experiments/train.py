@@ -61,7 +61,7 @@ def main() -> int:
             _HEARTBEAT_TIMEOUT.value,
         )
     )
-    with peer_errors():
+    with peer_errors(_HEARTBEAT_TIMEOUT.value):
         return _EXIT_CODES[train(config, Path(_WORKDIR.value))]
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -258,8 +259,15 @@ def from_first(flag: bool) -> bool:
 
 
 @contextlib.contextmanager
-def peer_errors() -> Iterator[None]:
+def peer_errors(heartbeat_timeout: int) -> Iterator[None]:
     """Turns what JAX raises where another process is gone into one sentence.
+
+    Of more than two processes only the coordination service knows which one is gone, once its
+    heartbeats are missing: it then ends this process with a message that names it. So this waits
+    for that, no longer than the heartbeats take.
+
+    Args:
+        heartbeat_timeout: that of the `DistributedConfig`, in seconds.
 
     Raises:
         PeerError: for such an error inside the block.
@@ -274,7 +282,16 @@ def peer_errors() -> Iterator[None]:
         if is_user_error or not several or not any(sign in text for sign in signs):
             raise
         index, count = jax.process_index(), jax.process_count()
-        lost = f"process {1 - index}" if count == 2 else f"one of the other {count - 1} processes"
+        lost = f"process {1 - index}"
+        if count > 2:
+            print(
+                f"process {index} lost another process of the run ({_first_sentence(error)}); "
+                f"waiting up to {heartbeat_timeout} seconds to hear which.",
+                file=sys.stderr,
+                flush=True,
+            )
+            time.sleep(heartbeat_timeout * 1.5)
+            lost = f"one of the other {count - 1} processes"
         raise PeerError(
             f"{lost} of the run ended or cannot be reached, so this one ends too; start all again "
             f"to go on from the last checkpoint ({_first_sentence(error)})"

@@ -89,9 +89,9 @@ def test_falling_back_to_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_errors_are_not_taken_for_a_lost_process() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError), peer_errors():
+    with pytest.raises(jax.errors.JaxRuntimeError), peer_errors(1):
         raise jax.errors.JaxRuntimeError("INTERNAL: Gloo all-reduce failed")  # one process only
-    with pytest.raises(ValueError, match="connection"), peer_errors():
+    with pytest.raises(ValueError, match="connection"), peer_errors(1):
         raise ValueError("a connection")
 
 
