@@ -147,13 +147,17 @@ def test_a_signal_to_one_process_saves_and_stops_all(
 
 
 def test_a_killed_process_ends_the_others_and_costs_no_committed_step(
-    start: StartJob, undisturbed: Path, tmp_path: Path
+    start: StartJob, tmp_path: Path
 ) -> None:
+    # Long enough not to end before the last kill, however late that comes.
+    steps_of_run = f"--config.train.steps={150 * KILLS}"
+    undisturbed, workdir = tmp_path / "undisturbed", tmp_path / "killed"
+    finish(start(undisturbed, 1, steps_of_run))
     moments = random.Random(11)
     committed = 0
     for kill in range(KILLS):
-        job = start(tmp_path, 2)
-        target = min(committed + 1 + moments.randrange(SAVE_EVERY), STEPS - 1)
+        job = start(workdir, 2, steps_of_run)
+        target = committed + 1 + moments.randrange(SAVE_EVERY)
         wait_for_step(job, target)
         victim = kill % 2
         job[victim].kill()
@@ -164,12 +168,12 @@ def test_a_killed_process_ends_the_others_and_costs_no_committed_step(
         assert job[1 - victim].returncode != 0
         told = f"process {victim} of the run ended or cannot be reached"
         assert told in errors or "another task died" in errors, errors
-        steps = committed_steps(tmp_path / "checkpoints")
+        steps = committed_steps(workdir / "checkpoints")
         assert max(steps, default=0) >= target - 2 * SAVE_EVERY
         assert max(steps, default=0) >= committed
         committed = max(steps, default=0)
-    finish(start(tmp_path, 2))
-    assert history(tmp_path) == history(undisturbed)
+    finish(start(workdir, 2, steps_of_run))
+    assert history(workdir) == history(undisturbed)
 
 
 def test_a_process_that_never_arrives_is_named(start: StartJob, tmp_path: Path) -> None:
