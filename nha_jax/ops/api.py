@@ -193,8 +193,7 @@ def explain_choice() -> tuple[str, list[Availability]]:
     ]
     for name, family in kernels.FAMILIES.items():
         problem = kernels.missing(name)
-        newer = "" if family.only else " and newer"
-        reason = f"kernels for NVIDIA GPUs, {family.hardware}{newer}"
+        reason = f"kernels for NVIDIA GPUs, {family.hardware}"
         if name not in kernels.PREFERRED:
             reason += "; taken only by name, implementation=" + repr(name)
         found.append(Availability(name, problem is None, problem or reason))

@@ -37,24 +37,28 @@ class Family:
         name: What the operator's argument `implementation` calls it.
         module: The package it is imported from.
         needs: Packages it cannot be imported without.
-        capability: The lowest CUDA compute capability it runs on.
-        hardware: What GPUs of that capability are called.
-        only: Whether it runs on that capability alone.
+        capabilities: The CUDA compute capabilities it runs on.
+        hardware: What GPUs of those capabilities are called.
     """
 
     name: str
     module: str
     needs: tuple[str, ...]
-    capability: tuple[int, int]
+    capabilities: tuple[str, ...]
     hardware: str
-    only: bool = False
 
 
 FAMILIES = {
     # Warpgroup matrix instructions (wgmma) exist on sm_90a and nowhere else.
-    "pallas": Family("pallas", "pallas.mosaic", (), (9, 0), "Hopper", only=True),
-    # The tiles are those that fit the shared memory of a Hopper SM.
-    "triton": Family("triton", "pallas.triton", ("triton", "jax_triton"), (9, 0), "Hopper"),
+    "pallas": Family("pallas", "pallas.mosaic", (), ("9.0",), "Hopper"),
+    # The tiles take up to 227 KB of shared memory, which other generations' SMs do not have.
+    "triton": Family(
+        "triton",
+        "pallas.triton",
+        ("triton", "jax_triton"),
+        ("9.0", "10.0", "10.3"),
+        "Hopper or data-center Blackwell",
+    ),
 }
 # The order in which `implementation=None` looks for one that can run. None is taken unasked before
 # the operator's whole suite and a training run have passed with it on a GPU: so far sizes and gates
@@ -89,17 +93,14 @@ def load(name: str) -> ModuleType:
 def device_problem(name: str) -> str | None:
     """Why the default device cannot run a family; None where it can."""
     family = FAMILIES[name]
-    newer = "" if family.only else " or newer"
-    needed = f"the {name} kernels need an NVIDIA GPU of the {family.hardware} generation{newer}"
+    needed = f"the {name} kernels need an NVIDIA GPU of the {family.hardware} generation"
     if jax.default_backend() != "gpu":
         return f"{needed}, but JAX's default backend is {jax.default_backend()}"
     device = jax.devices()[0]
     found = str(getattr(device, "compute_capability", ""))
-    parts = found.split(".")
-    capability = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (0,)
-    if capability < family.capability or (family.only and capability != family.capability):
-        lowest = ".".join(map(str, family.capability))
-        return f"{needed} (compute capability {lowest}), but {device.device_kind} has {found!r}"
+    if found not in family.capabilities:
+        valid = " or ".join(family.capabilities)
+        return f"{needed} (compute capability {valid}), but {device.device_kind} has {found!r}"
     return None
 
 

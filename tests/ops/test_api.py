@@ -248,9 +248,10 @@ def test_named_implementation_that_cannot_run_says_why(name):
     [
         ("pallas", "8.0", "Hopper generation (compute capability 9.0), but a GPU has '8.0'"),
         ("pallas", "9.0", None),
-        ("pallas", "12.0", "but a GPU has '12.0'"),
-        ("triton", "8.9", "Hopper generation or newer (compute capability 9.0)"),
-        ("triton", "12.0", None),
+        ("pallas", "10.0", "but a GPU has '10.0'"),
+        ("triton", "8.9", "Blackwell generation (compute capability 9.0 or 10.0 or 10.3), but"),
+        ("triton", "10.0", None),
+        ("triton", "12.0", "but a GPU has '12.0'"),
         ("triton", "", "but a GPU has ''"),
     ],
 )
