@@ -91,6 +91,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartJob]:
     for process in started:
         process.kill()
         process.wait()
+        # Those of a process that a test killed were never read to their end.
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def finish(job: Job, code: int = 0) -> tuple[list[str], list[str]]:
