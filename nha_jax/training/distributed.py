@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from nha_jax.configuration import ConfigurationError, changed_fields
+from nha_jax.training.checkpoint_format import CheckpointError
 
 # What `jax.distributed.initialize` detects by itself, by the number of processes in its variables.
 _CLUSTERS = {"slurm": "SLURM_NTASKS", "ompi": "OMPI_COMM_WORLD_SIZE"}
@@ -274,7 +275,8 @@ def peer_errors(heartbeat_timeout: int) -> Iterator[None]:
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except (jax.errors.JaxRuntimeError, ValueError, CheckpointError) as error:
+        # A save is something that all processes do, and fails where one of them is gone.
         text = str(error).lower()
         signs = ("connection", "unavailable", "gloo", "heartbeat", "deadline", "nccl", "socket")
         is_user_error = isinstance(error, ConfigurationError)
