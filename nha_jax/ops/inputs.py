@@ -55,12 +55,17 @@ class OperatorInputs:
 
     @property
     def precision(self) -> jax.lax.Precision:
-        """Products of float32 inputs are true float32 on every device, never TF32 in silence.
+        """Precision of the products, by the dtype of the inputs (`product_precision`)."""
+        return product_precision(self.query.dtype)
 
-        Products of 16-bit inputs may run in TF32 on a GPU: their rounding is coarser than that.
-        """
-        narrow = jnp.finfo(self.query.dtype).bits < 32
-        return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
+
+def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
+    """Products of float32 inputs are true float32 on every device, never TF32 in silence.
+
+    Products of 16-bit inputs may run in TF32 on a GPU: their rounding is coarser than that.
+    """
+    narrow = jnp.finfo(dtype).bits < 32
+    return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
 def is_concrete(x) -> bool:

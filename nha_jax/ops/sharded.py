@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from nha_jax.ops.api import native_hybrid_attention
+from nha_jax.ops.inputs import product_precision
 from nha_jax.ops.rotary import apply_rotary
 from nha_jax.ops.segments import Counters, segment_layout
 from nha_jax.ops.state import NHAState
@@ -244,7 +245,7 @@ def _full(query, key, value, segment_ids, before: Counters, axis: str, **options
     is_token = segment_ids > 0
     scale = options.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    narrow = jnp.finfo(query.dtype).bits < 32
+    precision = product_precision(query.dtype)
 
     def everything(x):
         x = jnp.where(is_token[:, :, None, None], x, 0)
@@ -262,7 +263,7 @@ def _full(query, key, value, segment_ids, before: Counters, axis: str, **options
         everything(value),
         jnp.where(is_token, layout.number, -1),
         far=jnp.max(layout.number),
-        precision=jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST,
+        precision=precision,
     )
     return out.astype(value.dtype), jnp.zeros(query.shape[:3], wide)
 
