@@ -63,13 +63,45 @@ def assert_close(found, expected, tolerance):
     assert oracle.relative_error(found, expected) <= tolerance
 
 
+def choose_cases(metafunc):
+    """The suite's cases are those of each class; modules call it in `pytest_generate_tests`."""
+    if "case_name" in metafunc.fixturenames:
+        metafunc.parametrize("case_name", metafunc.cls.cases)
+    if "gradient_case" in metafunc.fixturenames:
+        metafunc.parametrize("gradient_case", metafunc.cls.gradient_cases)
+
+
 class OperatorSuite:
-    """Tests that every implementation passes. `implementation` is the name it is called by."""
+    """Tests that every implementation passes.
+
+    Attributes:
+        implementation: The name it is called by.
+        dtype: Dtype of the inputs of all tests but one.
+        dtypes: The other dtypes it takes.
+        cases: Names of the cases whose outputs are judged.
+        gradient_cases: Names of those whose gradients are.
+        tolerances: (forward, gradients) by dtype of the inputs.
+    """
 
     implementation: str
+    dtype: Any = jnp.float32
     dtypes: tuple[Any, ...] = (jnp.bfloat16, jnp.float16, jnp.float64)
-    tolerances = TOLERANCES
+    cases: tuple[str, ...] = tuple(CASES)
     gradient_cases: tuple[str, ...] = GRADIENT_CASES
+    tolerances = TOLERANCES
+
+    def close(self, found, expected):
+        """Outputs, slots and shares, and what a step or a split makes of them."""
+        assert_close(found, expected, self.tolerances[self.dtype][0])
+
+    def gradients_close(self, found, expected):
+        assert_close(found, expected, self.tolerances[self.dtype][1])
+
+    def empty_state(self, case, window, capacity=None):
+        return NHAState.init(
+            case.B, case.K, case.H, case.V, case.M,
+            window=window, capacity=capacity, dtype=self.dtype,
+        )  # fmt: skip
 
     def run(self, arrays, options, window, **kwargs):
         """The operator under jit, the window static."""
@@ -86,26 +118,24 @@ class OperatorSuite:
             **arrays, state=state, window=window, implementation=self.implementation, **options
         )
 
-    @pytest.mark.parametrize("name", CASES)
-    def test_outputs_slots_and_share(self, name):
-        case = CASES[name]
-        arrays, options = case.arrays(), case.options()
+    def test_outputs_slots_and_share(self, case_name):
+        case = CASES[case_name]
+        arrays, options = case.arrays(self.dtype), case.options()
         expected = oracle.evaluate(**arrays, **options, window=case.window)
         out, state, share = self.run(
             arrays, options, case.window, return_state=True, return_slot_share=True
         )
-        tolerance, _ = self.tolerances[jnp.float32]
-        assert out.dtype == jnp.float32
-        assert_close(out, expected.out, tolerance)
-        assert_close(share, expected.slot_share, tolerance)
+        assert out.dtype == self.dtype
+        self.close(out, expected.out)
+        self.close(share, expected.slot_share)
         if case.window is not None:
             slot_key, slot_value = state.slots()
-            assert_close(slot_key, expected.slot_key, tolerance)
-            assert_close(slot_value, expected.slot_value, tolerance)
+            self.close(slot_key, expected.slot_key)
+            self.close(slot_value, expected.slot_value)
 
     def test_traced_window_is_one_compilation_for_all(self):
         case = CASES["window-16-packed"]
-        arrays, options = case.arrays(), case.options()
+        arrays, options = case.arrays(self.dtype), case.options()
         traces = []
 
         @jax.jit
@@ -119,20 +149,19 @@ class OperatorSuite:
                 implementation=self.implementation,
             )
 
-        tolerance, _ = self.tolerances[jnp.float32]
         for window in (0, 1, 7, 16, 26, 44, 45, 2**31 - 1):
             expected = oracle.evaluate(**arrays, **options, window=window)
             out, share = run(jnp.int32(window))
-            assert_close(out, expected.out, tolerance)
-            assert_close(share, expected.slot_share, tolerance)
+            self.close(out, expected.out)
+            self.close(share, expected.slot_share)
         assert len(traces) == 1
 
     def test_traced_window_that_covers_everything_reads_no_sinks(self):
         case = CASES["sink"]
-        arrays, options = case.arrays(), case.options()
+        arrays, options = case.arrays(self.dtype), case.options()
         out = self.run(arrays, options, jnp.int32(case.T))
         expected = oracle.evaluate(**arrays, **options, window=None)
-        assert_close(out, expected.out, self.tolerances[jnp.float32][0])
+        self.close(out, expected.out)
 
     def test_gradients(self, gradient_case):
         case = CASES[gradient_case]
@@ -140,9 +169,9 @@ class OperatorSuite:
             lambda arrays: jax.grad(scalar_loss)(
                 arrays, case.options(), case.window, implementation=self.implementation
             )
-        )(case.arrays())
-        for argument, expected in exact_gradients(gradient_case).items():
-            assert_close(found[argument], expected, self.tolerances[jnp.float32][1])
+        )(case.arrays(self.dtype))
+        for argument, expected in exact_gradients(gradient_case, self.dtype).items():
+            self.gradients_close(found[argument], expected)
 
     def test_gradients_with_a_traced_window(self):
         case = CASES["window-7-packed-slot-inputs"]
@@ -151,9 +180,11 @@ class OperatorSuite:
                 arrays, case.options(), window, implementation=self.implementation
             )
         )
-        found = gradient(case.arrays(), jnp.int32(case.window))
-        for argument, expected in exact_gradients("window-7-packed-slot-inputs").items():
-            assert_close(found[argument], expected, self.tolerances[jnp.float32][1])
+        found = gradient(case.arrays(self.dtype), jnp.int32(case.window))
+        for argument, expected in exact_gradients(
+            "window-7-packed-slot-inputs", self.dtype
+        ).items():
+            self.gradients_close(found[argument], expected)
 
     def test_low_precision_inputs(self):
         """Outputs and gradients in every other dtype, the gate's included."""
@@ -179,24 +210,15 @@ class OperatorSuite:
     @pytest.mark.parametrize("window", [0, 1, 6, 64, None])
     def test_any_split_then_steps_is_one_pass(self, window):
         case = Case(window=window, T=29, slot_inputs=True)
-        arrays, options = case.arrays(), case.options()
+        arrays, options = case.arrays(self.dtype), case.options()
         rotary = options["rotary"]
         expected = oracle.evaluate(**arrays, **options, window=window)
-        tolerance, _ = self.tolerances[jnp.float32]
 
         def part(first, last):
             return {name: x[:, first:last] for name, x in arrays.items()}
 
         # A state of the whole capacity for full attention; else the default.
-        state = NHAState.init(
-            case.B,
-            case.K,
-            case.H,
-            case.V,
-            case.M,
-            window=window,
-            capacity=case.T if window is None else None,
-        )
+        state = self.empty_state(case, window, case.T if window is None else None)
         outs, first = [], 0
         for size in (1, 9, 3):
             tables = tuple(x[first : first + size] for x in rotary)
@@ -217,21 +239,21 @@ class OperatorSuite:
             assert jax.tree.structure(new_state) == jax.tree.structure(state)
             state = new_state
             outs.append(out)
-        assert_close(jnp.concatenate(outs, axis=1), expected.out, tolerance)
+        self.close(jnp.concatenate(outs, axis=1), expected.out)
         assert state.length.tolist() == [case.T] * case.B
         if window is not None:
-            assert_close(state.slots()[0], expected.slot_key, tolerance)
-            assert_close(state.slots()[1], expected.slot_value, tolerance)
+            self.close(state.slots()[0], expected.slot_key)
+            self.close(state.slots()[1], expected.slot_value)
 
     @pytest.mark.parametrize("window", [0, 5, None])
     def test_packed_sequences_split_anywhere(self, window):
         """A split inside a segment, at its border, and a step that starts a new one."""
         segments = ((20, 1, 17, 7), (9, 2, 34))
         case = Case(window=window, segments=segments)
-        arrays, ids = case.arrays(), case.segment_ids()
+        arrays, ids = case.arrays(self.dtype), case.segment_ids()
         options = case.options()
         expected = oracle.evaluate(**arrays, **options, window=window)
-        state = NHAState.init(2, case.K, case.H, case.V, case.M, window=window, capacity=45)
+        state = self.empty_state(case, window, 45)
         outs = []
         for first, last in ((0, 11), (11, 20), (20, 21), (21, 40), (40, 45)):
             out, state = self.run(
@@ -245,18 +267,16 @@ class OperatorSuite:
                 return_state=True,
             )
             outs.append(out)
-        assert_close(jnp.concatenate(outs, axis=1), expected.out, self.tolerances[jnp.float32][0])
+        self.close(jnp.concatenate(outs, axis=1), expected.out)
         assert state.length.tolist() == [7, 34]
         assert state.segment_id.tolist() == [4, 3]
 
     def test_state_of_another_implementation_continues(self):
         case = Case(window=6, T=40)
-        arrays, options = case.arrays(), case.options()
+        arrays, options = case.arrays(self.dtype), case.options()
         rotary = options["rotary"]
         for capacity in (6, 11):
-            state = NHAState.init(
-                case.B, case.K, case.H, case.V, case.M, window=6, capacity=capacity
-            )
+            state = self.empty_state(case, 6, capacity)
             _, state = native_hybrid_attention(
                 **{name: x[:, :21] for name, x in arrays.items()},
                 rotary=tuple(x[:21] for x in rotary),
@@ -272,7 +292,7 @@ class OperatorSuite:
                 initial_state=state,
             )
             expected = oracle.evaluate(**arrays, **options, window=6).out[:, 21:]
-            assert_close(out, expected, self.tolerances[jnp.float32][0])
+            self.close(out, expected)
 
     @pytest.mark.parametrize("window", [3, None])
     def test_gradients_of_initial_and_final_state(self, window):
@@ -282,6 +302,10 @@ class OperatorSuite:
         capacity, seen = 40, (2, 11)
         last = np.array([[(n + 19 - 1 - i) % capacity for i in range(3)] for n in seen])
 
+        def weighted(x):
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            return jnp.sum(x.astype(wide) * cotangent(x.shape).astype(self.dtype).astype(wide))
+
         def loss(arrays, floats, state, implementation):
             out, final = native_hybrid_attention(
                 **arrays,
@@ -290,35 +314,38 @@ class OperatorSuite:
                 return_state=True,
                 implementation=implementation,
             )
-            total = jnp.sum(out * cotangent(out.shape).astype(out.dtype))
+            total = weighted(out)
             for name in names:
                 x = getattr(final, name)
                 if name.startswith("window") and window is not None:
                     x = x[jnp.array([[0], [1]]), last]  # other rows hold nothing that is read
-                total += jnp.sum(x * cotangent(x.shape).astype(x.dtype))
+                total += weighted(x)
             return total
 
         def gradients(dtype, implementation):
+            """At inputs that are rounded to the suite's dtype and held in another."""
             state = NHAState.init(
-                case.B,
-                case.K,
-                case.H,
-                case.V,
-                case.M,
-                window=window,
-                capacity=capacity,
-                dtype=dtype,
-            )
+                case.B, case.K, case.H, case.V, case.M,
+                window=window, capacity=capacity, dtype=dtype,
+            )  # fmt: skip
             rng = np.random.default_rng(5)
-            floats = {
-                name: jnp.asarray(rng.standard_normal(getattr(state, name).shape), dtype)
-                for name in names
-            }
-            floats["window_log_gate"] = -jnp.abs(floats["window_log_gate"])
+            floats = {}
+            for name in names:
+                held = getattr(state, name)
+                stored = jnp.float32 if name.startswith("slot_") else self.dtype
+                drawn = jnp.asarray(rng.standard_normal(held.shape), jnp.float32)
+                if name == "window_log_gate":
+                    drawn, stored = -jnp.abs(drawn), jnp.float32
+                floats[name] = drawn.astype(stored).astype(held.dtype)
             state = state.replace(
                 length=jnp.array(seen, jnp.int32), segment_id=jnp.array([1, 1], jnp.int32)
             )
-            arrays = jax.tree.map(lambda x: x.astype(dtype), case.arrays())
+            arrays = {
+                name: x.astype(
+                    jnp.promote_types(dtype, jnp.float32) if name == "log_gate" else dtype
+                )
+                for name, x in case.arrays(self.dtype).items()
+            }
             return jax.jit(
                 lambda arrays, floats: jax.grad(loss, argnums=(0, 1))(
                     arrays, floats, state, implementation
@@ -327,28 +354,24 @@ class OperatorSuite:
 
         with jax.enable_x64(True):
             expected = jax.tree.map(np.asarray, gradients(jnp.float64, "reference"))
-        found = gradients(jnp.float32, self.implementation)
+        found = gradients(self.dtype, self.implementation)
         # Rows that hold no token of the window are free to carry a gradient or none.
         for argument, x in expected[0].items():
-            assert_close(found[0][argument], x, self.tolerances[jnp.float32][1])
+            self.gradients_close(found[0][argument], x)
         for name in ("slot_key", "slot_value"):
-            assert_close(found[1][name], expected[1][name], self.tolerances[jnp.float32][1])
+            self.gradients_close(found[1][name], expected[1][name])
         if window is not None:
             rows = [(0, 0), (0, 1), *((1, i % 40) for i in range(8, 11))]
             for name in names[2:]:
                 for row in rows:
-                    assert_close(
-                        found[1][name][row],
-                        expected[1][name][row],
-                        self.tolerances[jnp.float32][1],
-                    )
+                    self.gradients_close(found[1][name][row], expected[1][name][row])
 
     def test_documents_do_not_leak(self):
         """Other contents before and after a document leave it bit for bit as it was."""
         for window in (0, 7, None):
             case = Case(window=window, segments=PACKED)
-            ids, arrays = case.segment_ids(), case.arrays()
-            other = case.arrays(seed=1)
+            ids, arrays = case.segment_ids(), case.arrays(self.dtype)
+            other = case.arrays(self.dtype, seed=1)
             inside = (ids == np.array([[1], [3]]))[:, :, None, None]
             mixed = {name: jnp.where(inside, x, other[name]) for name, x in arrays.items()}
             out = np.asarray(self.run(arrays, case.options(), window))
@@ -359,15 +382,15 @@ class OperatorSuite:
 
     def test_padding_is_a_no_op_whatever_it_holds(self):
         case = Case(window=5, segments=((20, -8, 17), (-8, 30, -7)))
-        arrays, ids = case.arrays(), case.segment_ids()
+        arrays, ids = case.arrays(self.dtype), case.segment_ids()
         poisoned = {
             name: jnp.where((ids == 0)[:, :, None, None], jnp.nan, x) for name, x in arrays.items()
         }
         out, state = self.run(poisoned, case.options(), 5, return_state=True)
         expected = oracle.evaluate(**arrays, **case.options(), window=5)
-        assert_close(out, expected.out, self.tolerances[jnp.float32][0])
+        self.close(out, expected.out)
         assert np.all(np.asarray(out)[ids == 0] == 0)
-        assert_close(state.slots()[1], expected.slot_value, self.tolerances[jnp.float32][0])
+        self.close(state.slots()[1], expected.slot_value)
         gradients = jax.jit(
             lambda arrays: jax.grad(scalar_loss)(
                 arrays, case.options(), 5, implementation=self.implementation
@@ -379,7 +402,7 @@ class OperatorSuite:
 
     def test_padding_leaves_a_state_as_it_was(self):
         case = Case(window=4, T=12)
-        arrays, rotary = case.arrays(), case.options()["rotary"]
+        arrays, rotary = case.arrays(self.dtype), case.options()["rotary"]
         options = {"rotary": rotary}
         _, state = self.run(arrays, options, 4, return_state=True)
         ids = np.zeros((2, 12), np.int32)
@@ -394,8 +417,8 @@ class OperatorSuite:
 
     def test_full_layer_past_its_capacity(self):
         case = Case(window=None, T=5, rotary=False)
-        arrays = case.arrays()
-        state = NHAState.init(2, case.K, case.H, case.V, case.M, window=None, capacity=7)
+        arrays = case.arrays(self.dtype)
+        state = self.empty_state(case, None, 7)
         state = self.run(arrays, {}, None, initial_state=state, return_state=True)[1]
         with pytest.raises(ValueError, match=r"at most 7 tokens .* to 10"):
             native_hybrid_attention(
@@ -415,7 +438,7 @@ class OperatorSuite:
     def test_transformations(self):
         """vmap, remat, scan over layers and donated buffers."""
         case = Case(window=5, T=20, rotary=False)
-        arrays = case.arrays()
+        arrays = case.arrays(self.dtype)
         expected = self.run(arrays, {}, 5)
 
         def call(arrays):
@@ -423,15 +446,15 @@ class OperatorSuite:
 
         stacked = jax.tree.map(lambda x: jnp.stack([x, x * 0.5]), arrays)
         mapped = jax.jit(jax.vmap(call))(stacked)
-        np.testing.assert_allclose(mapped[0], expected, rtol=1e-5, atol=1e-5)
+        self.close(mapped[0], expected)
 
         def layer(total, arrays):
-            return total + jnp.sum(jax.checkpoint(call)(arrays)), None
+            return total + jnp.sum(jax.checkpoint(call)(arrays), dtype=jnp.float32), None
 
         def total(stacked):
-            return jax.lax.scan(layer, 0.0, stacked)[0]
+            return jax.lax.scan(layer, jnp.float32(0), stacked)[0]
 
         gradients = jax.jit(jax.grad(total), donate_argnums=0)(jax.tree.map(jnp.copy, stacked))
-        direct = jax.jit(jax.grad(lambda arrays: jnp.sum(call(arrays))))(arrays)
+        direct = jax.jit(jax.grad(lambda x: jnp.sum(call(x), dtype=jnp.float32)))(arrays)
         for name, gradient in direct.items():
-            np.testing.assert_allclose(gradients[name][0], gradient, rtol=1e-4, atol=1e-4)
+            self.gradients_close(gradients[name][0], gradient)

@@ -11,12 +11,11 @@ from jax.test_util import check_grads
 from nha_jax import native_hybrid_attention
 from tests.ops import oracle
 from tests.ops.cases import CASES, Case
-from tests.ops.operator_suite import OperatorSuite, assert_close
+from tests.ops.operator_suite import OperatorSuite, assert_close, choose_cases
 
 
 def pytest_generate_tests(metafunc):
-    if "gradient_case" in metafunc.fixturenames:
-        metafunc.parametrize("gradient_case", metafunc.cls.gradient_cases)
+    choose_cases(metafunc)
 
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.npz"))

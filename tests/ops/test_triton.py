@@ -17,15 +17,20 @@ from pallas.triton import attention
 from pallas.triton.configs import KernelConfig
 from tests.ops import oracle
 from tests.ops.cases import HARD_GATES, Case
-from tests.ops.operator_suite import OperatorSuite, assert_close, exact_gradients, scalar_loss
+from tests.ops.operator_suite import (
+    OperatorSuite,
+    assert_close,
+    choose_cases,
+    exact_gradients,
+    scalar_loss,
+)
 from tests.ops.triton_interpreter import interpreted
 
 ROOT = Path(__file__).parents[2]
 
 
 def pytest_generate_tests(metafunc):
-    if "gradient_case" in metafunc.fixturenames:
-        metafunc.parametrize("gradient_case", metafunc.cls.gradient_cases)
+    choose_cases(metafunc)
 
 
 @pytest.fixture(autouse=True)
