@@ -179,7 +179,7 @@ class Availability(NamedTuple):
 
 
 def explain_choice() -> tuple[str, list[Availability]]:
-    """The implementation that `implementation=None` takes on the default device, and why.
+    """The implementation that `implementation=None` takes for 16-bit inputs on the default device.
 
     Returns:
         (name of the chosen one, all implementations with the reason each can or cannot run).
@@ -193,9 +193,7 @@ def explain_choice() -> tuple[str, list[Availability]]:
     ]
     for name, family in kernels.FAMILIES.items():
         problem = kernels.missing(name)
-        reason = f"kernels for NVIDIA GPUs, {family.hardware}"
-        if name not in kernels.PREFERRED:
-            reason += "; taken only by name, implementation=" + repr(name)
+        reason = f"kernels for NVIDIA GPUs, {family.hardware}; float32 inputs take it by name only"
         found.append(Availability(name, problem is None, problem or reason))
     able = {each.name for each in found if each.available}
     return next((name for name in kernels.PREFERRED if name in able), "xla"), found
@@ -208,8 +206,7 @@ def _log_choice(name: str) -> None:
 
 def _resolve(implementation: str | None, inputs: OperatorInputs) -> str:
     if implementation is None:
-        able = (name for name in kernels.PREFERRED if kernels.unsupported(name, inputs) is None)
-        name = next(able, "xla")
+        name = kernels.choose(inputs) or "xla"
         _log_choice(name)
         return name
     if implementation not in IMPLEMENTATIONS:

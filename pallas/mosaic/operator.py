@@ -14,7 +14,7 @@ from pallas.mosaic.backward_slots import slot_gradient, slot_sums
 from pallas.mosaic.backward_window import window_key_gradient, window_query_gradient
 from pallas.mosaic.config import MosaicConfig
 from pallas.mosaic.forward import output
-from pallas.mosaic.plan import Plan, make_plan
+from pallas.mosaic.plan import FULL, Plan, make_plan
 from pallas.mosaic.scan import scan
 from pallas.mosaic.tiles import TILE
 
@@ -178,7 +178,8 @@ def attention(
         leaving(log_gate.astype(jnp.float32)) if writes else None,
         slots,
         number,
-        None if traced is None else jnp.asarray(traced, jnp.int32),
+        # A traced window that covers the call is full attention, whatever the padding to tiles.
+        None if traced is None else jnp.where(traced < length, traced, FULL).astype(jnp.int32),
     )
     out = out[:, :length, :, :value_width]
     share = share[:, :length]

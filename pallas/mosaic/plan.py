@@ -14,6 +14,8 @@ from pallas.mosaic.tiles import TILE
 
 # Values of `Plan.write`.
 UNWRITTEN, WRITTEN, LASTING = 0, 1, 2
+# A traced window's value for full attention, in which not even sinks are read.
+FULL = 2**30
 
 
 class Plan(NamedTuple):
@@ -52,7 +54,8 @@ def make_plan(
     reach = jnp.where(is_token, jnp.minimum(number, span - 1), -1)
     start = jax.lax.cummax(jnp.where(number == 0, row, -1), axis=1)
     written = is_token & (number >= span)
-    readable = is_token & (written | sink)
+    sinks = sink if window is None or isinstance(window, int) else sink & (window < FULL)
+    readable = is_token & (written | sinks)
     local_start = jnp.maximum(start - chunk_start, -1)
     by_chunk = local_start.reshape(batch, chunks, TILE)
     open_from = by_chunk[:, :, -1:]

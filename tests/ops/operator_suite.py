@@ -81,6 +81,7 @@ class OperatorSuite:
         cases: Names of the cases whose outputs are judged.
         gradient_cases: Names of those whose gradients are.
         tolerances: (forward, gradients) by dtype of the inputs.
+        bitwise: Whether a document's results are the same bits whatever its neighbours hold.
     """
 
     implementation: str
@@ -89,6 +90,7 @@ class OperatorSuite:
     cases: tuple[str, ...] = tuple(CASES)
     gradient_cases: tuple[str, ...] = GRADIENT_CASES
     tolerances = TOLERANCES
+    bitwise: bool = True
 
     def close(self, found, expected):
         """Outputs, slots and shares, and what a step or a split makes of them."""
@@ -355,19 +357,18 @@ class OperatorSuite:
         with jax.enable_x64(True):
             expected = jax.tree.map(np.asarray, gradients(jnp.float64, "reference"))
         found = gradients(self.dtype, self.implementation)
-        # Rows that hold no token of the window are free to carry a gradient or none.
         for argument, x in expected[0].items():
             self.gradients_close(found[0][argument], x)
         for name in ("slot_key", "slot_value"):
             self.gradients_close(found[1][name], expected[1][name])
         if window is not None:
-            rows = [(0, 0), (0, 1), *((1, i % 40) for i in range(8, 11))]
+            # Rows that hold no token of the window are free to carry a gradient or none.
+            rows = np.array([0, 0, 1, 1, 1]), np.array([0, 1, 8, 9, 10])
             for name in names[2:]:
-                for row in rows:
-                    self.gradients_close(found[1][name][row], expected[1][name][row])
+                self.gradients_close(found[1][name][rows], expected[1][name][rows])
 
     def test_documents_do_not_leak(self):
-        """Other contents before and after a document leave it bit for bit as it was."""
+        """Other contents before and after a document leave it as it was, `bitwise`."""
         for window in (0, 7, None):
             case = Case(window=window, segments=PACKED)
             ids, arrays = case.segment_ids(), case.arrays(self.dtype)
@@ -377,7 +378,10 @@ class OperatorSuite:
             out = np.asarray(self.run(arrays, case.options(), window))
             changed = np.asarray(self.run(mixed, case.options(), window))
             inside = np.broadcast_to(inside, out.shape)
-            np.testing.assert_array_equal(out[inside], changed[inside])
+            if self.bitwise:
+                np.testing.assert_array_equal(out[inside], changed[inside])
+            else:
+                self.close(out[inside], changed[inside])
             assert not np.array_equal(out, changed)
 
     def test_padding_is_a_no_op_whatever_it_holds(self):

@@ -9,6 +9,7 @@ import pytest
 
 from nha_jax import NHAState, native_hybrid_attention, native_hybrid_attention_step
 from nha_jax.ops import api, kernels
+from tests.ops.cases import Case
 
 B, T, N, K, H, V, M = 2, 6, 4, 2, 8, 4, 3
 
@@ -265,6 +266,25 @@ def test_kernels_say_which_gpu_they_need(monkeypatch, name, capability, problem)
     found = kernels.device_problem(name)
     assert (found is None) == (problem is None)
     assert problem is None or problem in found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "absent", "expected"),
+    [
+        (jnp.bfloat16, {}, (), "triton"),
+        (jnp.float16, {}, ("triton",), "pallas"),
+        (jnp.bfloat16, {}, ("triton", "pallas"), "xla"),
+        (jnp.bfloat16, {"M": 130}, (), "xla"),  # more slots than a tile has
+        (jnp.float32, {}, (), "xla"),
+    ],
+)
+def test_choice_on_a_gpu(monkeypatch, dtype, sizes, absent, expected):
+    monkeypatch.setattr(kernels, "missing", lambda name: "not here" if name in absent else None)
+    chosen = []
+    monkeypatch.setattr(api, "_log_choice", chosen.append)
+    monkeypatch.setattr(kernels, "run", lambda *_, **__: (None, None, None))
+    native_hybrid_attention(**Case(window=3, T=4, **sizes).arrays(dtype), window=3)
+    assert chosen == [expected]
 
 
 def test_the_choice_is_explained_and_logged_once(caplog):

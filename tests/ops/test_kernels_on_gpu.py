@@ -103,12 +103,13 @@ class OnGpu(OperatorSuite):
         gate = jnp.full((1, length, heads, 8), -0.05, jnp.float32)
 
         @functools.partial(jax.jit, static_argnames="implementation")
-        def run(arrays, implementation):
-            return native_hybrid_attention(*arrays, window=64, implementation=implementation)
+        def run(arrays, implementation):  # what is compared is cut out inside: memory is short
+            out = native_hybrid_attention(*arrays, window=64, implementation=implementation)
+            return out[:, -64:, -2:]
 
-        out = run((query, keys, values, gate), self.implementation)[:, -64:, -2:]
+        out = run((query, keys, values, gate), self.implementation)
         part = [x[:, -tail:, -2:] for x in (query, keys, values, gate)]
-        expected = run([x.astype(jnp.float32) for x in part], "xla")[:, -64:]
+        expected = run([x.astype(jnp.float32) for x in part], "xla")
         self.close(out, expected)
 
     def test_nothing_is_read_or_written_past_the_end(self):
@@ -151,3 +152,6 @@ class TestPallas(OnGpu):
     implementation = "pallas"
     dtype = jnp.bfloat16
     dtypes = (jnp.float16,)
+    # A chunk's decay factors are taken about half of its gates' sum, so that another document's
+    # gates in the same chunk change how one's own are rounded, though not what they mean.
+    bitwise = False

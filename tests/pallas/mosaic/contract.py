@@ -145,7 +145,8 @@ def judge(arguments, case: Contract):
         reach = jnp.minimum(number[:, t], window - 1)[:, None]
         visible = (row <= here) & (row >= here - reach) & (number[:, t] >= 0)[:, None]
         logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
-        readable = (seen >= 0) & ((seen >= window) | case.sink) & (case.window is not None)
+        covers = case.window is None or (case.traced and window >= length)
+        readable = (seen >= 0) & ((seen >= window) | case.sink) & (not covers)
         slot_logits = jnp.where(readable, slot_logits, -jnp.inf)
         together = scale * jnp.concatenate([slot_logits, logits], axis=-1)
         top = jax.lax.stop_gradient(jnp.max(together, axis=-1, keepdims=True))

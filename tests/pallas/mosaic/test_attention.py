@@ -28,6 +28,7 @@ GRADIENT_CASES = {
 FORWARD_CASES = {
     "gated-slots": Contract(0, T=100, N=1),
     "sink-traced": Contract(40, T=66, N=1, sink=True, traced=True),
+    "sink-traced-full": Contract(66, T=66, N=1, sink=True, traced=True),
     "full-packed": Contract(None, T=200, N=1, segments=((130, 70),)),
     "float16-hard-gates": Contract(64, T=128, N=1, hard_gates=True, dtype=jnp.float16),
 }
